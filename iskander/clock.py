@@ -1,4 +1,4 @@
-"""Clock access: monotonic nanoseconds; wall-clock time only for timestamps of others.
+"""Clock access: monotonic nanoseconds; wall-clock time only for external timestamps.
 
 Decision code takes `now_ns` as an argument, so that tests pass their own.
 """

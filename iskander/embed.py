@@ -12,7 +12,7 @@
 
     serve("iskander.toml")  # With `policy = "shortest_plan_first"` in `[lanes]`.
 
-For a policy that is more than a score use an entry point of the group `iskander.policies`.
+For a policy that is more than a score, use an entry point of the group `iskander.policies`.
 """
 
 from __future__ import annotations

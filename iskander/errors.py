@@ -46,7 +46,7 @@ class IskanderError(Exception):
     A subclass passes its code, fault and gRPC status; the others follow from the gRPC status.
 
     Args:
-        message: Text of the error: what, where, wanted, got. Never a traceback, path or address.
+        message: Text of the error: what, where, expected, got. Never a traceback, path or address.
         retry_after_ms: Delay before a retry, if it is known.
         fields: Named values for programs, such as `column="user_id"`; str, int or None.
     """

@@ -30,7 +30,7 @@ class FileWatcher:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start polling; changes since the construction count."""
+        """Start polling; changes since the construction are reported."""
         self._timer = asyncio.get_running_loop().call_later(POLL_S, self._poll)
 
     def stop(self) -> None:

@@ -22,20 +22,20 @@ CHANNEL_TESTS: dict[str, tuple[str, ...]] = {
     "test_chaos": (),
     "test_draining": (),
     "test_failures": (
-        "test_a_killed_gateway_leaves_nothing_and_the_next_one_takes_its_workers",
-        "test_sigterm_finishes_what_was_accepted",
-        "test_what_a_killed_worker_had_runs_on_the_other_at_once",
+        "test_killed_gateway_leaves_nothing_and_the_next_one_adopts_its_workers",
+        "test_sigterm_completes_accepted_requests",
+        "test_batches_of_a_killed_worker_run_on_another_at_once",
     ),
     "test_gateway_process": (
-        "test_end_of_file_is_the_news_of_a_death",
-        "test_what_a_worker_said_before_it_died_counts",
+        "test_batch_is_retried_after_the_worker_disconnects",
+        "test_response_before_a_disconnect_is_delivered",
     ),
     "test_own_workers": (),
-    "test_processes": ("test_a_killed_worker_comes_back_to_all",),
+    "test_processes": ("test_killed_worker_is_replaced_for_all_processes",),
     "test_quarantine": (),
     "test_serving": ("test_two_workers_eight_streams_and_a_mix_of_sizes",),
     "test_supervision": (),
-    "test_worker_process": ("test_it_loads_computes_and_drains",),
+    "test_worker_process": ("test_worker_loads_computes_and_drains",),
 }
 """Modules that run over both channels, with their tests that run over ZeroMQ without slow tests."""
 SLOW = "ISKANDER_SLOW"

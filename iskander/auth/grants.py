@@ -28,7 +28,7 @@ HEADER: Final = "authorization"
 ANONYMOUS: Final = "(anonymous)"
 """Grant name of callers without a token; not a valid token name."""
 CREDENTIALS_MAX: Final = 4096
-"""Letters of a header that are parsed."""
+"""Characters of a header that are parsed."""
 MODEL_NAME_MAX: Final = 128
 CACHED_MODELS_MAX: Final = 1024
 _EXPIRED: Final = "the token has expired or was revoked"
@@ -73,19 +73,19 @@ class Grant:
         """Require permission to call a model; raise Unauthenticated or PermissionDenied."""
         self.require_valid()
         if not self.may_call(model):
-            self._refuse(f"is not for model `{model[:100]}`", f"model `{model[:100]}` requires")
+            self._deny(f"is not for model `{model[:100]}`", f"model `{model[:100]}` requires")
 
     def require_manage(self, model: str) -> None:
         """Require permission to load and unload a model; raises as `require_model`."""
         self.require_model(model)
         if not self._may_manage:
-            self._refuse("may not load or unload models", "loading or unloading models requires")
+            self._deny("may not load or unload models", "loading or unloading models requires")
 
     def require_token(self) -> None:
         """Require a valid token if the server has tokens; raise Unauthenticated."""
         self.require_valid()
         if self.is_anonymous:
-            self._refuse("", "this call requires")
+            self._deny("", "this call requires")
 
     def require_valid(self) -> None:
         """Raise Unauthenticated if the token was revoked or has expired."""
@@ -99,7 +99,7 @@ class Grant:
         self._models, self._may_manage = other._models, other._may_manage
         self._cache.clear()
 
-    def _refuse(self, denial: str, requirement: str) -> None:
+    def _deny(self, denial: str, requirement: str) -> None:
         error: IskanderError = PermissionDenied(f"the token of `{self.name}` {denial}")
         if self.is_anonymous:
             error = Unauthenticated(f"{requirement} a token: {_HINT}")
@@ -132,15 +132,15 @@ class Authenticator:
     def __init__(self, config: AccessConfig, on_change: Callable[[], None]) -> None:
         self.refused: Counter[str] = Counter()
         self._path = Path(config.tokens)
-        self._is_open = not config.tokens
-        self._is_closed = not config.anonymous
+        self._has_no_tokens = not config.tokens
+        self._requires_token = not config.anonymous
         self._on_change = on_change
         self._grants: dict[str, Grant] = {}
         self._expiries: dict[str, float] = {}
-        self._watcher = FileWatcher([self._path], self._on_look)
+        self._watcher = FileWatcher([self._path], self._on_poll)
         self._reading: asyncio.Task[None] | None = None
         self.anonymous: Grant = FULL_GRANT
-        if not self._is_open:
+        if not self._has_no_tokens:
             models = config.anonymous
             self.anonymous = Grant(ANONYMOUS, models, may_manage=False, refused=self.refused)
             self._set(read_tokens(self._path))
@@ -157,22 +157,22 @@ class Authenticator:
             Unauthenticated: The token is not valid; or it is missing, `access.anonymous` is empty,
                 and the call is no health probe.
         """
-        if self._is_open:
+        if self._has_no_tokens:
             return FULL_GRANT
         value = next((value for name, value in headers if name == HEADER), None)
         if value is None:
-            if self._is_closed and not is_probe:
-                raise self._refusal(f"this server requires a token: {_HINT}")
+            if self._requires_token and not is_probe:
+                raise self._rejection(f"this server requires a token: {_HINT}")
             return self.anonymous
         token = bearer_token(str(value))
         grant = self._grants.get(digest(token)) if token else None
         if grant is None or not grant.is_valid:
-            raise self._refusal("the token is unknown" if grant is None else _EXPIRED)
+            raise self._rejection("the token is unknown" if grant is None else _EXPIRED)
         return grant
 
     def start(self) -> None:
         """Watch the token file."""
-        if not self._is_open:
+        if not self._has_no_tokens:
             self._watcher.start()
 
     def stop(self) -> None:
@@ -183,15 +183,15 @@ class Authenticator:
 
     def stats(self) -> dict[str, Any]:
         """Return the valid tokens and rejections; empty on a server without tokens."""
-        if self._is_open:
+        if self._has_no_tokens:
             return {}
         return {"tokens": self.tokens, "refused": dict(self.refused)}
 
-    def _refusal(self, message: str) -> Unauthenticated:
+    def _rejection(self, message: str) -> Unauthenticated:
         self.refused[Unauthenticated.code] += 1
         return Unauthenticated(message)
 
-    def _on_look(self, has_changed: bool) -> None:
+    def _on_poll(self, has_changed: bool) -> None:
         if has_changed:
             if self._reading is not None:
                 self._reading.cancel()

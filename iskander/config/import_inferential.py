@@ -64,15 +64,15 @@ DROPPED = {
     "transport.recv_hwm": "limits.window_batches limits the batches of a client",
     "transport.send_hwm": "limits.window_bytes limits the unread responses of a client",
     "scheduling.max_retries": "the batches of a lost worker are retried automatically",
-    "scheduling.max_concurrent_dispatch": "a worker has two batches",
+    "scheduling.max_concurrent_dispatch": "a worker has at most two batches in flight",
     "scheduling.deadline_aware": "weights are fixed; iskander.embed accepts a scoring function",
     "scheduling.model_deadline": "weights are fixed; iskander.embed accepts a scoring function",
     "scheduling.batch_optimized": "only the strategy batch_optimized uses it",
     "scheduling.priority_tiered": "there are ten priorities",
     "scheduling.pipeline_dispatch": "a worker always has its next batch queued",
     "scheduling.predictive_pre_dispatch": "lanes learn the rhythm of clients",
-    "models.default_max_inflight": "a worker has two batches",
-    "models.known": "a worker has two batches",
+    "models.default_max_inflight": "a worker has at most two batches in flight",
+    "models.known": "a worker has at most two batches in flight",
     "clients.known": 'a client sends its own budget, as in observe(..., deadline_ms="30")',
     "clients.accept_unknown": "every client is served",
     "response_tracking": "rhythms are learned; a client is removed when it disconnects",
@@ -111,7 +111,7 @@ def read_inferential(file: Path) -> dict[str, Any]:
     try:
         raw = _json(text, name) if file.suffix == ".json" else _yaml(text, name)
     except RecursionError:
-        raise ConfigError(f"{name} is nested too deep") from None
+        raise ConfigError(f"{name} is nested too deeply") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{name}: expected a table of settings")
     return raw

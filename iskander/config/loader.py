@@ -92,29 +92,30 @@ def _absolute(section: SectionT, folder: Path, *keys: str) -> SectionT:
 
 
 def _require_relations(config: Config) -> None:
+    """Check the settings of all sections against one another."""
     limits, arena, http, access = config.limits, config.arena, config.http, config.access
-    complaint = versions_error(config.repository.versions)
-    require(not complaint, f"repository.{complaint}")
+    problem = versions_error(config.repository.versions)
+    require(not problem, f"repository.{problem}")
     batch_bytes, batch = limits.bytes + HEADER_BYTES_MAX, "limits.bytes + 1 MiB: the largest batch"
 
-    def at_least(path: str, value: int, least: int, rule: str) -> None:
+    def require_at_least(path: str, value: int, least: int, rule: str) -> None:
         require(least <= value, f"{path} = {value} is less than {rule}")
 
     message_bytes, rule = limits.message_bytes, f"{batch} and its header do not fit in a message"
-    at_least("limits.message_bytes", message_bytes, batch_bytes, rule)
+    require_at_least("limits.message_bytes", message_bytes, batch_bytes, rule)
     if limits.receive_bytes:
         needed, each = 2 * message_bytes * config.server.processes, "each of server.processes"
         rule = f"two messages of limits.message_bytes = {message_bytes} for {each}"
-        at_least("limits.receive_bytes", limits.receive_bytes, needed, rule)
+        require_at_least("limits.receive_bytes", limits.receive_bytes, needed, rule)
     rule = f"{batch} does not fit in the arena"
-    at_least("arena.input_bytes", arena.input_bytes, batch_bytes, rule)
+    require_at_least("arena.input_bytes", arena.input_bytes, batch_bytes, rule)
     rule = "limits.bytes: the largest batch would never be read"
-    at_least("limits.window_bytes", limits.window_bytes, limits.bytes, rule)
+    require_at_least("limits.window_bytes", limits.window_bytes, limits.bytes, rule)
     rule = f"limits.string_bytes = {limits.string_bytes} is more than limits.bytes"
     require(limits.string_bytes <= limits.bytes, rule)
     if http.address:
         rule = "limits.message_bytes: the largest request does not fit in the buffer"
-        at_least("http.bodies_bytes", http.bodies_bytes, message_bytes, rule)
+        require_at_least("http.bodies_bytes", http.bodies_bytes, message_bytes, rule)
     has_models = bool(config.models or config.repository.path)
     require(has_models, "there is nothing to serve: no [[models]], and no repository.path")
     require(
@@ -122,10 +123,10 @@ def _require_relations(config: Config) -> None:
         "inferential.address and access.tokens: Inferential's clients send no token; set "
         "access.anonymous to the models that they may use",
     )
-    is_used = bool(access.tokens) or not access.anonymous
-    require(is_used, "access.anonymous has no effect without access.tokens")
-    is_used = bool(config.tls.certificate) or not (config.tls.key or config.tls.client_ca)
-    require(is_used, "tls.key and tls.client_ca have no effect without tls.certificate")
+    has_effect = bool(access.tokens) or not access.anonymous
+    require(has_effect, "access.anonymous has no effect without access.tokens")
+    has_effect = bool(config.tls.certificate) or not (config.tls.key or config.tls.client_ca)
+    require(has_effect, "tls.key and tls.client_ca have no effect without tls.certificate")
     require(bool(config.addresses), "server.address is an empty list: there is no listener")
     seen = set()
     for index, model in enumerate(config.models):
@@ -147,13 +148,13 @@ def require_model(model: ModelConfig, where: str, config: Config) -> None:
     other = ", ".join(sorted(set(model.provider_options) - set(providers)))
     problem = f"provider_options has `{other}`, which is not in execution_providers"
     require(not other, f"{where}.{problem}")
-    is_used = config.workers.thread_pool != "worker"
-    is_used = is_used or not (model.intra_threads or model.inter_threads)
+    has_effect = config.workers.thread_pool != "worker"
+    has_effect = has_effect or not (model.intra_threads or model.inter_threads)
     problem = 'intra_threads and inter_threads have no effect with workers.thread_pool = "worker"'
-    require(is_used, f"{where}: {problem}")
-    is_used = model.inter_threads <= 1 or model.parallel_execution
+    require(has_effect, f"{where}: {problem}")
+    has_effect = model.inter_threads <= 1 or model.parallel_execution
     problem = f"inter_threads = {model.inter_threads} has no effect without"
-    require(is_used, f"{where}.{problem} parallel_execution = true")
+    require(has_effect, f"{where}.{problem} parallel_execution = true")
     rows = max(model.lane.pad_to, default=0)
     limit = f"max_batch_rows = {rows_max}"
     require(rows <= rows_max, f"{where}.lane.pad_to = {rows} is more than {limit}")
@@ -172,6 +173,7 @@ def _inherit_lanes(raw: dict[str, Any]) -> None:
 
 
 def _complete(model: ModelConfig, folder: Path) -> ModelConfig:
+    """Return a model with absolute paths, and a version as text."""
     path = (folder / model.path).absolute()
     version = model.version
     if version is None:

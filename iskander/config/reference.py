@@ -23,7 +23,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> Iterator[Setting]:
-    """Every setting in declaration order; `[[models]]` last."""
+    """Yield every setting in declaration order; `[[models]]` last."""
     for section in msgspec.structs.fields(Config):
         kind = ModelConfig if section.name == "models" else section.type
         yield from _settings_of(kind, f"{section.name}.")
@@ -31,14 +31,14 @@ def settings() -> Iterator[Setting]:
 
 def model_file_settings() -> Iterator[Setting]:
     """Settings of `model.toml` beside those of `[[models]]`; `path` is the key."""
-    return _settings_of(ModelFile, but=ModelConfig.__struct_fields__)
+    return _settings_of(ModelFile, excluded=ModelConfig.__struct_fields__)
 
 
 def _settings_of(
-    kind: type[msgspec.Struct], prefix: str = "", but: tuple[str, ...] = ()
+    kind: type[msgspec.Struct], prefix: str = "", excluded: tuple[str, ...] = ()
 ) -> Iterator[Setting]:
     for key, field in zip(keys_of(kind), msgspec.structs.fields(kind), strict=True):
-        if field.name in but:
+        if field.name in excluded:
             continue
         default = None if field.default is msgspec.NODEFAULT else field.default
         is_table = isinstance(default, msgspec.Struct) or field.default_factory is dict

@@ -43,7 +43,7 @@ def rename_keys(raw: Any, warnings: list[str]) -> None:  # noqa: ANN401
 
 
 def fix_file(file: Path) -> list[str]:
-    """Rewrite the old settings of a file, and keep all else: its comments, order, mode and link.
+    """Rewrite the old settings of a file, and keep its comments, order, mode and symbolic link.
 
     Returns:
         One line for each renamed setting.
@@ -71,15 +71,18 @@ def fix_file(file: Path) -> list[str]:
 
 
 def _rename(text: str, old: str, new: str) -> str:
-    """Rename a key of a TOML text: of the places where its name stands, the one that is the key."""
+    """Rename a key of a TOML text.
+
+    The name may also occur elsewhere: each occurrence is tried until the parsed text is correct.
+    """
     section, old_key = old.split(".")
     new_key = new.split(".")[1]
     expected = tomllib.loads(text)
     if not (isinstance(expected.get(section), dict) and old_key in expected[section]):
         return text
     expected[section][new_key] = expected[section].pop(old_key)
-    for place in re.finditer(rf"\b{old_key}\b", text):
-        renamed = text[: place.start()] + new_key + text[place.end() :]
+    for match in re.finditer(rf"\b{old_key}\b", text):
+        renamed = text[: match.start()] + new_key + text[match.end() :]
         try:
             if tomllib.loads(renamed) == expected:
                 return renamed

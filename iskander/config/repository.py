@@ -45,10 +45,10 @@ class RepositoryConfig(Section, frozen=True, kw_only=True):
         load: With `explicit` control: models to load at startup; `*`: all models in the folder.
         versions: Default version policy of a model without one in `model.toml`: `latest:N`, `all`,
             or a list.
-        marker: File that marks a version's folder as complete, such as `.complete`; others are
-            ignored. Empty: a folder is complete when it appears, by a rename.
+        marker: File that marks a version's folder as complete, such as `.complete`; folders without
+            it are ignored. Empty: every folder is complete, so create it by a rename.
         settle_ms: Milliseconds without changes in a version's folder before a change is applied.
-        rescan_s: Interval in seconds of folder scans without a notification of changes.
+        rescan_s: Seconds between folder scans if no change is reported.
     """
 
     path: str = ""

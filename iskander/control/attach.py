@@ -24,7 +24,7 @@ DESCRIPTORS = 4
 """Input arena, output arena, heartbeat segment, and the pipe of batch cancellations."""
 
 SOCKET_PATH_BYTES_MAX = 107
-"""Linux keeps a unix socket's path in 108 bytes with the final zero."""
+"""Linux keeps a unix socket's path in 108 bytes, of which the last is zero."""
 
 
 def listen(path: str, *, mode: int = 0o600) -> socket.socket:

@@ -97,7 +97,7 @@ class SeqpacketChannel(Channel):
         # Detects an empty socket without an exception, which costs as much as a message.
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        self._more = poll.poll
+        self._poll = poll.poll
         self._receive_into = connection.recv_into
         self._send = connection.send
 
@@ -123,7 +123,7 @@ class SeqpacketChannel(Channel):
             if length > FRAME_BYTES_MAX:
                 raise too_long(length)
             yield self._buffer[:length]
-            if not self._more(0):
+            if not self._poll(0):
                 return
             flags = _NO_WAIT
 
@@ -152,7 +152,7 @@ def require_length(frame: bytes) -> None:
 
 def too_long(length: int) -> ProtocolError:
     """Return the error for a received frame that is too long."""
-    return ProtocolError(f"{_limit(length)}: it is lost")
+    return ProtocolError(f"{_limit(length)}; it was dropped")
 
 
 def _limit(length: int) -> str:

@@ -89,7 +89,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     Attributes:
         group: Core group that it was started for; None for any.
         index: Its slot at an earlier gateway; None for a new process.
-        cpus: Cores that it is pinned to already; empty for a new process.
+        cpus: Cpus that it is pinned to; empty for a new process.
         pool: The only model that it serves, as `NAME/VERSION`; empty for the shared pool.
     """
 
@@ -108,7 +108,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
         incarnation: Number of this registration, never reused.
         cpus: Cpus to pin itself to; `cores` is the number of their physical cores.
         node: Preferred NUMA node for memory; None for no preference.
-        reattach_s: Time to wait for another gateway when this one is gone; 0 for ever.
+        reattach_s: Time to wait for another gateway when this one is gone; 0: no limit.
         siblings: Attach sockets of the other processes of this gateway, to be served too.
         has_one_pool: Whether its ONNX models share one thread pool.
         busy_poll_us: Time to poll for messages before it sleeps.
@@ -248,7 +248,7 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True, tag="notice"):
-    """The system refused part of the worker's placement; it serves, but slower."""
+    """The system denied part of the worker's placement; the worker serves, but slower."""
 
     text: str
 
@@ -269,6 +269,6 @@ def require_protocol(version: int) -> None:
     """Raise a `ProtocolError` unless the peer uses this protocol version."""
     if version != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"the peer speaks version {version} of the control protocol, expected "
+            f"the peer uses version {version} of the control protocol, expected "
             f"{PROTOCOL_VERSION}; run gateway and workers from one installation"
         )

@@ -23,11 +23,11 @@ class Member(NamedTuple):
 
     Attributes:
         number: Number of the process, from 0.
-        siblings: Attach sockets of its peers.
+        peers: Attach sockets of its peers.
     """
 
     number: int = 0
-    siblings: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -53,7 +53,7 @@ class RuntimeDirectory:
         self.path = _create_and_check(config)
         self._lock = LockFile(self.path / "gateway.lock")
         if not self._lock.acquire():
-            text = "another gateway runs there; set another one"
+            text = "locked by another gateway; set another directory"
             raise ConfigError(f"server.runtime_directory {self.path}: {text}")
 
     def release(self) -> None:

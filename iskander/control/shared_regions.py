@@ -70,15 +70,15 @@ _decode_location = msgspec.msgpack.Decoder(BodyLocation).decode
 
 def read_region_request(frame: bytes) -> RegionRequest:
     """Decode a client's request, or raise a `MalformedInput`."""
-    return _read(_decode_request, frame, "region request")
+    return _decode(_decode_request, frame, "region request")
 
 
 def read_body_location(app_metadata: bytes) -> BodyLocation:
     """Decode the location of a batch, or raise a `MalformedInput`."""
-    return _read(_decode_location, app_metadata, "body location")
+    return _decode(_decode_location, app_metadata, "body location")
 
 
-def _read(decode: Callable[[bytes], MessageT], frame: bytes, kind: str) -> MessageT:
+def _decode(decode: Callable[[bytes], MessageT], frame: bytes, kind: str) -> MessageT:
     try:
         return decode(frame)
     except ValueError as error:

@@ -89,7 +89,7 @@ class ZmqChannel(Channel):
         for fd in (self._socket_fd, self._monitor_fd, int(self._pull.fd)):
             self._epoll.register(fd, select.EPOLLIN)
         # ZeroMQ signals the arrival of an event only to a reader that has found nothing before.
-        self._take_events()
+        self._read_events()
 
     def fileno(self) -> int:
         """See `Channel`."""
@@ -100,7 +100,7 @@ class ZmqChannel(Channel):
         ready = [fd for fd, _ in self._epoll.poll(self._wait_s)]
         # Before the frames are read: those that arrived before the disconnection are in the queue.
         if self._monitor_fd in ready:
-            self._take_events()
+            self._read_events()
         if not self._ends_ns and self._socket_fd in ready and self._is_hung_up():
             self._ends_ns = now_ns() + DISCONNECT_NS
         is_last = self._is_disconnected or now_ns() > self._ends_ns
@@ -148,7 +148,7 @@ class ZmqChannel(Channel):
         except ConnectionResetError:
             return True
 
-    def _take_events(self) -> None:
+    def _read_events(self) -> None:
         """Note the disconnection, after which ZeroMQ receives nothing more from the peer."""
         with contextlib.suppress(zmq.Again):
             while True:

@@ -123,6 +123,7 @@ async def _supervise(config: Config, arguments: argparse.Namespace) -> int:
 
 
 async def _serve(config: Config, slots: list[SlotPlan], process: int | None) -> None:
+    """Run one gateway process until a signal; `process` is its index, None for a single one."""
     name = "isk-gateway" if process is None else f"isk-gateway-{process}"
     Path("/proc/self/comm").write_text(name)
     stop = asyncio.Event()

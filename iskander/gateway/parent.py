@@ -123,9 +123,9 @@ class Parent:
             return
         notify_reloading()
         before = self._config
-        if complaint := self._read_settings():
-            log.error(complaint)
-            self._notify_serving(f"; {complaint}")
+        if problem := self._read_settings():
+            log.error(problem)
+            self._notify_serving(f"; {problem}")
         else:
             self._rolling = self._loop.create_task(self._roll(before))
 
@@ -154,11 +154,11 @@ class Parent:
             read = self._read_again()
             require_secrets(read)
         except IskanderError as error:
-            return f"the processes stay as they are: {error.message}"
-        was, is_now = fixed(self._config), fixed(read)
-        changed = [key for key in was if was[key] != is_now[key]]
+            return f"reload rejected: {error.message}"
+        before, after = fixed(self._config), fixed(read)
+        changed = [key for key in before if before[key] != after[key]]
         if changed:
-            return f"the processes stay as they are: {', '.join(changed)} changed: restart required"
+            return f"reload rejected: {', '.join(changed)} changed: restart required"
         self._config = read
         return ""
 
@@ -203,7 +203,7 @@ class Parent:
         if self._is_stopping or (was_requested and self._rolling is not None):
             return
         if was_requested:
-            self._start(process)  # It outlived SIGKILL and the roll that sent it.
+            self._start(process)  # It ended only after the roll that killed it.
         elif not self._was_ready:
             # A failure during the startup is final; the process has logged the reason.
             self._startup_code = code if code > 0 else 1
@@ -213,6 +213,7 @@ class Parent:
             process.timer = self._loop.call_later(delay_s, self._start, process)
 
     def _notify_ready(self) -> None:
+        """Notify the service manager once, when all processes are ready."""
         if not self._was_ready and all(process.is_ready for process in self.processes):
             self._was_ready = True
             where = ", ".join(self._ports.addresses)
@@ -271,16 +272,16 @@ class Parent:
         had_ready_models = all(process.has_ready_models for process in self.processes)
         try:
             # Process 0 last: when the workers attach to it again, the others have them.
-            late = await self._replace(reversed(self.processes), had_ready_models)
-            if late is not None:
-                note = f"process {late.index} did not get ready: previous settings restored"
+            failed = await self._replace(reversed(self.processes), had_ready_models)
+            if failed is not None:
+                note = f"process {failed.index} did not get ready: previous settings restored"
                 log.error(note)
                 self._config = before
                 settings = self._child_settings()
                 changed = [each for each in self.processes if each.config != settings]
-                late = await self._replace(changed or [late], had_ready_models)
-            if late is not None:
-                note = f"process {late.index} is not ready; the others keep serving"
+                failed = await self._replace(changed or [failed], had_ready_models)
+            if failed is not None:
+                note = f"process {failed.index} is not ready; the others keep serving"
                 log.error(note)
         finally:
             self._rolling = None
@@ -316,7 +317,7 @@ class Parent:
         """Stop a process by a signal, and by SIGKILL after a timeout."""
         process.signal(number)
         # Settings differ between processes during a roll. A process drains its streams first, and
-        # then its workers, which may have batches of its siblings.
+        # then its workers, which may have batches of its peers.
         servers = [each.config.server for each in self.processes]
         limit_s = max(each.lame_duck_s + 2 * each.drain_s for each in servers) + STOP_SLACK_S
         if not await _wait_until(lambda: process.child is None, limit_s):

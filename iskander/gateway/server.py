@@ -173,13 +173,13 @@ class Server:
             self._admin_address = await self._admin.start()
         self._access.start()
         self._tls.start()
-        if not self._member.siblings:
+        if not self._member.peers:
             await self._listen()
         self._supervisor.start()
         await self._repository.start(await self._peers.start())
         if config.workers.spawn:
             await self._supervisor.until_ready()
-        if self._member.siblings:
+        if self._member.peers:
             await self._listen()
         where = ", ".join([*self.addresses, *filter(None, [self._inferential.address])])
         self._is_started = True
@@ -217,17 +217,18 @@ class Server:
         if self._is_started and lame_duck_s:
             log.info("not ready; requests are accepted for another %g s", lame_duck_s)
             await self._wait_while(lambda: True, lame_duck_s)
-        if self._member.siblings:
-            self._grpc.stop_accepting()  # The siblings accept new connections.
+        if self._member.peers:
+            self._grpc.stop_accepting()  # The peers accept new connections.
             self._inferential.stop_accepting()
             for protocol in self._protocols.values():
                 protocol.stop_accepting()
         for service in (self._flight, self._submitter, self._inferential):
             service.drain()
-        log.info("draining %s", self._work())
+        log.info("draining %s", self._describe_work())
         drain_s = self._config.server.drain_s
         if not await self._wait_while(self._has_work, drain_s):
-            log.warning("not drained in %g s (`server.drain_s`): %s", drain_s, self._work())
+            text = "not drained in %g s (`server.drain_s`): %s"
+            log.warning(text, drain_s, self._describe_work())
         await self._stop_listeners(GRACE_S)
         if keeps_workers():
             self._supervisor.release_workers()
@@ -281,7 +282,7 @@ class Server:
         """Publish the readiness to health watchers, and to the parent if there is one."""
         self._repository.update()
         self._health.publish()
-        if self._member.siblings and self._is_started and not self._is_stopping:
+        if self._member.peers and self._is_started and not self._is_stopping:
             notify_changes(X_ISKANDER_READY=str(int(self._models.is_ready)))
 
     def _on_access(self) -> None:
@@ -292,7 +293,7 @@ class Server:
         self._health.publish()
 
     async def _listen(self) -> None:
-        is_shared = bool(self._member.siblings)
+        is_shared = bool(self._member.peers)
         config = self._config
         start = self._grpc.start
         self.addresses = await start(config.server, config.addresses, is_shared=is_shared)
@@ -313,7 +314,7 @@ class Server:
                 return False
             if now - logged_ns >= PROGRESS_LOG_NS:
                 logged_ns = now
-                log.info("draining: %s", self._work())
+                log.info("draining: %s", self._describe_work())
             await asyncio.sleep(DRAIN_TURN_S)
         return True
 
@@ -327,7 +328,7 @@ class Server:
     def _queued(self) -> int:
         return sum(len(lane.queue) for lane in self._models)
 
-    def _work(self) -> str:
+    def _describe_work(self) -> str:
         return (
             f"{len(self._flight.exchanges)} streams, {len(self._submitter.calls)} calls, "
             f"{self._queued()} requests in queues, "

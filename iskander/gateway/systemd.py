@@ -21,6 +21,8 @@ _US_PER_S = 1_000_000
 
 
 class _Channel:
+    """Queue of notifications that are not sent yet, and the last value of each field."""
+
     def __init__(self) -> None:
         self.last: dict[str, str] = {}
         self._unsent: list[dict[str, str]] = []

@@ -115,7 +115,7 @@ class RecentValues:
             query = msgspec.json.decode(body, type=ValuesQuery) if body else ValuesQuery()
         except msgspec.MsgspecError as error:
             raise MalformedInput(
-                f'action `metrics`: wanted {{"name"?, "labels"?, "window_s"?}}: {error}'
+                f'action `metrics`: expected {{"name"?, "labels"?, "window_s"?}}: {error}'
             ) from None
         answers: dict[str, Summary] = {}
         for name in self.names() if query.name is None else [query.name]:

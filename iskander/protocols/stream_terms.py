@@ -94,6 +94,7 @@ class StreamTerms:
             steps_remaining=_first(own.steps_remaining, stream.steps_remaining),
             age_ms=0.0 if stamp_ns is None else max(wall_ns() - stamp_ns, 0) / NS_PER_MS,
             is_newest_wins=bool(_first(own.newest_wins, stream.newest_wins)),
+            is_alone=bool(_first(own.run_alone, stream.run_alone)),
             source=self._source,
         )
 

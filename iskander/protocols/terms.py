@@ -44,6 +44,8 @@ class ClientTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         steps_remaining: Actions that the client has left before it needs this result.
         timestamp_ns: Time of the observation, in nanoseconds of the wall clock.
         newest_wins: A newer batch of this client replaces a queued one.
+        run_alone: Do not combine the rows with those of other requests in one batch: equal rows
+            then give equal bits, whatever else the server computes.
         route_key: Key that selects among version shares, the same key for the same version;
             default: the client's name. A Flight stream sends it in its headers.
     """
@@ -56,6 +58,7 @@ class ClientTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps_remaining: Annotated[int, Meta(ge=0)] | None = None
     timestamp_ns: Annotated[int, Meta(ge=0)] | None = None
     newest_wins: bool | None = None
+    run_alone: bool | None = None
     route_key: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 

@@ -54,7 +54,7 @@ async def follow(
     initial: dict[str, ScannedModel],
     on_model: Callable[[str, ScannedModel], None],
 ) -> None:
-    """Call `on_model` for each model that differs from the initial scan, until cancelled."""
+    """Call `on_model` for each model whose files changed and settled, until cancelled."""
     last = applied = initial
     async for _ in changes(Path(settings.path), settings.rescan_s):
         try:

@@ -20,31 +20,31 @@ class Stage(StrEnum):
 class Event(StrEnum):
     """Input of the state machine."""
 
-    ACCEPTED = "enough workers have loaded it"
-    REFUSED = "a worker cannot load it"
-    OVERDUE = "timeout"
+    LOADED = "enough workers have loaded it"
+    LOAD_FAILED = "a worker cannot load it"
+    TIMED_OUT = "timeout"
     RETIRED = "replaced or unloaded"
-    EMPTY = "no requests left"
+    DRAINED = "no requests left"
 
 
 class Action(StrEnum):
     """Output of the state machine."""
 
-    PUT_IN_PLACE = "route calls to it"
+    SERVE = "route calls to it"
     REPORT_FAILURE = "fail the load"
     WITHDRAW = "route no calls to it"
-    REFUSE_QUEUED = "reject its queued requests"
+    REJECT_QUEUED = "reject its queued requests"
     UNLOAD = "unload it in all workers"
 
 
 TABLE: dict[tuple[Stage, Event], tuple[Stage, tuple[Action, ...]]] = {
-    (Stage.LOADING, Event.ACCEPTED): (Stage.SERVING, (Action.PUT_IN_PLACE,)),
-    (Stage.LOADING, Event.REFUSED): (Stage.GONE, (Action.REPORT_FAILURE, Action.UNLOAD)),
-    (Stage.LOADING, Event.OVERDUE): (Stage.GONE, (Action.REPORT_FAILURE, Action.UNLOAD)),
+    (Stage.LOADING, Event.LOADED): (Stage.SERVING, (Action.SERVE,)),
+    (Stage.LOADING, Event.LOAD_FAILED): (Stage.GONE, (Action.REPORT_FAILURE, Action.UNLOAD)),
+    (Stage.LOADING, Event.TIMED_OUT): (Stage.GONE, (Action.REPORT_FAILURE, Action.UNLOAD)),
     (Stage.LOADING, Event.RETIRED): (Stage.GONE, (Action.REPORT_FAILURE, Action.UNLOAD)),
     (Stage.SERVING, Event.RETIRED): (Stage.DRAINING, (Action.WITHDRAW,)),
-    (Stage.DRAINING, Event.EMPTY): (Stage.GONE, (Action.UNLOAD,)),
-    (Stage.DRAINING, Event.OVERDUE): (Stage.DRAINING, (Action.REFUSE_QUEUED,)),
+    (Stage.DRAINING, Event.DRAINED): (Stage.GONE, (Action.UNLOAD,)),
+    (Stage.DRAINING, Event.TIMED_OUT): (Stage.DRAINING, (Action.REJECT_QUEUED,)),
 }
 """A pair that is not listed changes nothing: a late event does not fail a serving generation."""
 

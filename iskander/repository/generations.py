@@ -1,7 +1,8 @@
 """Hot reload of model versions: load next to the serving generation, then replace it.
 
-One worker loads a generation first, the others follow. It replaces its predecessor, which drains
-and unloads, when all serving workers have it, they reach the quorum, and its files are unchanged.
+One worker loads a generation first, the others follow. When all serving workers
+have it, they reach the quorum, and its files are unchanged, it replaces the serving generation,
+which drains and unloads.
 
 Runs on: gateway loop.
 """
@@ -40,7 +41,7 @@ class Generation:
 
     Attributes:
         since_ns: Start of its stage.
-        loading_ns: Load time, without the time in the queue behind other models.
+        loading_ns: Load time, without the time during which all its workers load other models.
         checked_with: Incarnations of the workers that had it at the last check of its files.
         is_current: Whether that check found the files unchanged.
         outcome: Completes when it serves, or fails with the reason.
@@ -48,7 +49,7 @@ class Generation:
 
     def __init__(self, lane: Lane, stage: Stage) -> None:
         self.lane, self.stage = lane, stage
-        self.which = lane.model.name, lane.model.version
+        self.model_version = lane.model.name, lane.model.version
         self.since_ns = self.updated_ns = now_ns()
         self.loading_ns = 0
         self.checked_with: frozenset[int] = frozenset()
@@ -79,10 +80,10 @@ class Generations:
         self._timer: asyncio.TimerHandle | None = None
         self._is_updating = False
         self._actions: dict[Action, Callable[[Generation], None]] = {
-            Action.PUT_IN_PLACE: self._put_in_place,
+            Action.SERVE: self._serve,
             Action.REPORT_FAILURE: self._report_failure,
             Action.WITHDRAW: self._withdraw,
-            Action.REFUSE_QUEUED: self._refuse_rest,
+            Action.REJECT_QUEUED: self._reject_queued,
             Action.UNLOAD: self._unload,
         }
 
@@ -96,7 +97,7 @@ class Generations:
         lane = Lane(msgspec.structs.replace(spec, key=key), config, quorum, self.recent)
         lane.is_served, lane.is_required = False, is_required
         for other in list(self._all.values()):
-            if other.stage is Stage.LOADING and other.which == (spec.name, spec.version):
+            if other.stage is Stage.LOADING and other.model_version == (spec.name, spec.version):
                 other.error = ModelMoved(f"model `{lane.title}` changed again during its load")
                 self._apply(other, Event.RETIRED)
         self.models.by_key[key] = lane
@@ -110,7 +111,7 @@ class Generations:
         """Stop loading and serving a model version."""
         for generation in list(self._all.values()):
             is_active = generation.stage in (Stage.LOADING, Stage.SERVING)
-            if is_active and generation.which == (name, version):
+            if is_active and generation.model_version == (name, version):
                 generation.error = ModelMoved(f"model `{name}/{version}` is no longer served")
                 self._apply(generation, Event.RETIRED)
         self.update()
@@ -123,7 +124,7 @@ class Generations:
         try:
             self.loading.replace_overdue(self._load_ns)
             for generation in list(self._all.values()):
-                if event := self._event(generation):
+                if event := self._next_event(generation):
                     self._apply(generation, event)
         finally:
             self._is_updating = False
@@ -141,23 +142,23 @@ class Generations:
         self._timer = None
         self.update()
 
-    def _event(self, generation: Generation) -> Event | None:
+    def _next_event(self, generation: Generation) -> Event | None:
         lane, age_ns = generation.lane, now_ns() - generation.since_ns
         if generation.stage is Stage.LOADING:
             return self._event_of_load(generation, age_ns)
         if generation.stage is Stage.DRAINING:
             in_flight = (each for w in self.models.workers for each in w.in_flight.values())
             if lane.is_empty and not any(each.lane is lane for each in in_flight):
-                return Event.EMPTY
+                return Event.DRAINED
             if age_ns > self.config.server.drain_s * NS_PER_S and lane.queue.requests:
-                return Event.OVERDUE
+                return Event.TIMED_OUT
         return None
 
     def _event_of_load(self, generation: Generation, age_ns: int) -> Event | None:
         lane = generation.lane
         if lane.refusal is not None:
             generation.error = lane.refusal
-            return Event.REFUSED
+            return Event.LOAD_FAILED
         pool = lane.pool_workers(self.models.workers)
         serving = [w for w in pool if w.state is State.READY]
         holders = [w for w in serving if lane.model.key in w.models]
@@ -170,7 +171,7 @@ class Generations:
                 f"load timeout: {len(holders)} of {lane.quorum} workers loaded it in "
                 f"{self._load_ns // NS_PER_S} s (`workers.start_s`)"
             )
-            return Event.OVERDUE
+            return Event.TIMED_OUT
         return None
 
     def _event_of_loaded(self, generation: Generation, holders: list[Worker]) -> Event | None:
@@ -179,14 +180,14 @@ class Generations:
         if generation.checked_with != incarnations:
             generation.checked_with, generation.is_current = incarnations, False
 
-            def on_known(is_current: bool) -> None:
+            def on_checked(is_current: bool) -> None:
                 if generation.checked_with == incarnations:
                     generation.is_current = is_current
                     if not is_current:
                         generation.lane.refusal = ManifestError(FILES_CHANGED)
 
-            self.models.freshness.check(generation.lane, on_known)
-        return Event.ACCEPTED if generation.is_current else None
+            self.models.freshness.check(generation.lane, on_checked)
+        return Event.LOADED if generation.is_current else None
 
     def _measure_load(self, generation: Generation, pool: list[Worker]) -> None:
         """Count load time, unless all workers that lack the model are loading other models."""
@@ -208,9 +209,9 @@ class Generations:
         if actions:
             self.on_change()
 
-    def _put_in_place(self, generation: Generation) -> None:
+    def _serve(self, generation: Generation) -> None:
         older = self.models.serve(generation.lane)
-        self.models.failures.pop(generation.which, None)
+        self.models.failures.pop(generation.model_version, None)
         self.models.counts["loaded"] += 1
         if not generation.outcome.done():
             generation.outcome.set_result(None)
@@ -222,7 +223,9 @@ class Generations:
         error, models = generation.error, self.models
         if not isinstance(error, ModelMoved):
             models.counts["failed"] += 1
-            models.failures[generation.which] = Failure(error.message, generation.lane.is_required)
+            models.failures[generation.model_version] = Failure(
+                error.message, generation.lane.is_required
+            )
             log.error("%s is not served: %s", generation.lane.title, error.message)
         if not generation.outcome.done():
             generation.outcome.set_exception(error)
@@ -233,7 +236,7 @@ class Generations:
         self.models.withdraw(generation.lane)
         self.models.counts["unloaded"] += 1
 
-    def _refuse_rest(self, generation: Generation) -> None:
+    def _reject_queued(self, generation: Generation) -> None:
         lane, drain_s = generation.lane, self.config.server.drain_s
         late = f"its queue did not drain in {drain_s:g} s (`server.drain_s`)"
         self.reject_queued(lane, ModelMoved(f"model `{lane.title}` was replaced; {late}"))

@@ -22,7 +22,7 @@ from iskander.control.attach import LockFile
 from iskander.decoders import thread_safe
 from iskander.errors import NotReady, Overloaded
 
-FOLDER = "wishes"
+FOLDER = "intents"
 LOCK_DIGITS = 2
 """Leading hex digits of a model's hash that select its lock: at most 256 locks."""
 TURN_S = 0.02
@@ -31,17 +31,17 @@ RETRY_MS = 1000
 
 @thread_safe
 class LoadIntent(msgspec.Struct, frozen=True):
-    """Requested state of a model: whether to serve it, and except which versions."""
+    """Requested state of a model: whether to serve it, and the versions to exclude."""
 
     model: str
     is_loaded: bool = True
-    but: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
     def without(self, version: str | None) -> LoadIntent:
         """Return the intent after the unload of a version; None: all versions."""
         if version is None:
             return LoadIntent(self.model, is_loaded=False)
-        return LoadIntent(self.model, self.is_loaded, (*self.but, version))
+        return LoadIntent(self.model, self.is_loaded, (*self.excluded, version))
 
 
 class LoadIntents:
@@ -68,7 +68,7 @@ class LoadIntents:
 
     @contextlib.contextmanager
     def recording(self, intent: LoadIntent) -> Iterator[None]:
-        """Replace the model's intent if the body succeeds; raise NotReady before it on failure."""
+        """Write an intent that takes effect if the body succeeds; raise NotReady if that fails."""
         path = self._path(intent.model)
         temporary = path.with_suffix(".new")
         try:
@@ -77,7 +77,10 @@ class LoadIntents:
             raise _not_recorded(error) from None
         try:
             yield
-            temporary.replace(path)
+            try:
+                temporary.replace(path)
+            except OSError as error:
+                raise _not_recorded(error) from None
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise

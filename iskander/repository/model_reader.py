@@ -1,8 +1,8 @@
 """Reader of model files and settings: the current load specification of each version.
 
-Takes no decisions. A version that cannot be read yields an error and does not affect the others.
+Makes no decisions. A version that cannot be read yields an error and does not affect the others.
 
-Runs on: any thread, but for the start.
+Runs on: any thread; the constructor runs on the gateway loop.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from iskander.errors import ConfigError, IskanderError
 from iskander.repository.routing import Routing
 from iskander.repository.scan import SETTINGS, ScannedModel, list_model, read_settings, stamp_of
 from iskander.repository.specs import loading_spec, model_spec
-from iskander.repository.version_policy import complaint_about, routing_of
+from iskander.repository.version_policy import routing_error, routing_of
 
-Which = tuple[str, str]
+ModelVersion = tuple[str, str]
 """Name and version."""
 
 
@@ -36,7 +36,7 @@ class FoundModel(NamedTuple):
 
 
 Found = dict[str, FoundModel | IskanderError]
-"""By version: what can be loaded, or why it cannot be read."""
+"""By version: the loadable version, or the error of its files or settings."""
 
 
 class ModelReader:
@@ -62,43 +62,46 @@ class ModelReader:
         """Read a model's `model.toml`; raise ConfigError if it is invalid."""
         settings = read_settings(self._root, name, self._config)
         routing = routing_of(settings)
-        if complaint := complaint_about(routing):
-            raise ConfigError(f"{SETTINGS}: {complaint}")
+        if problem := routing_error(routing):
+            raise ConfigError(f"{SETTINGS}: {problem}")
         return settings, routing
 
     def of_folder(self, name: str, settings: ModelFile, stamps: Mapping[str, str]) -> Found:
-        """Read versions of the folder with these stamps, each or its error."""
+        """Read versions of the folder; `stamps` has the stamp of each."""
         return {
-            version: _found(settings, partial(self._spec, (name, version), settings, stamp))
+            version: _read_or_error(settings, partial(self._spec, (name, version), settings, stamp))
             for version, stamp in stamps.items()
         }
 
     def of_configuration(self, name: str) -> Found:
-        """Read versions of the configuration, each or its error."""
+        """Read the versions of a model of the configuration."""
         return {
-            version: _found(model, partial(model_spec, 0, model, self._loading))
+            version: _read_or_error(model, partial(model_spec, 0, model, self._loading))
             for (each, version), model in self._configured.items()
             if each == name
         }
 
-    def fingerprint_of(self, which: Which, key: int, settings: ModelFile | None) -> str:
+    def fingerprint_of(
+        self, model_version: ModelVersion, key: int, settings: ModelFile | None
+    ) -> str:
         """Return the fingerprint of a version's current files; empty if they cannot be read.
 
-        `key` is the lane's. A version of the folder is read with `settings`, or its current ones.
+        `key` is the lane's. A version of the folder is read with `settings`, or with its
+        current `model.toml` if None.
         """
         try:
-            configured = self._configured.get(which)
+            configured = self._configured.get(model_version)
             if configured is not None:
                 return model_spec(key, configured, self._loading).fingerprint
             if settings is None:
-                settings = read_settings(self._root, which[0], self._config)
-            stamp = stamp_of(self._root / which[0] / which[1], self._marker)
-            return self._spec(which, settings, stamp).fingerprint
+                settings = read_settings(self._root, model_version[0], self._config)
+            stamp = stamp_of(self._root / model_version[0] / model_version[1], self._marker)
+            return self._spec(model_version, settings, stamp).fingerprint
         except IskanderError:
             return ""
 
-    def _spec(self, which: Which, settings: ModelFile, stamp: str) -> ModelSpec:
-        name, version = which
+    def _spec(self, model_version: ModelVersion, settings: ModelFile, stamp: str) -> ModelSpec:
+        name, version = model_version
         fields = {key: getattr(settings, key) for key in ModelConfig.__struct_fields__}
         path = str(self._root / name / version)
         model = ModelConfig(**{**fields, "name": name, "path": path, "version": version})
@@ -107,7 +110,9 @@ class ModelReader:
         return msgspec.structs.replace(spec, fingerprint=f"{stamp} {options}")
 
 
-def _found(settings: ModelConfig, read: Callable[[], ModelSpec]) -> FoundModel | IskanderError:
+def _read_or_error(
+    settings: ModelConfig, read: Callable[[], ModelSpec]
+) -> FoundModel | IskanderError:
     try:
         return FoundModel(settings, read())
     except IskanderError as error:

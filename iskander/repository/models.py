@@ -23,8 +23,8 @@ from iskander.supervision.worker import Worker
 
 STOPPING: Final = "the server is stopping"
 RETRY_MS: Final = 500
-NAME_LETTERS_MAX: Final = 100
-"""Letters of a requested name or version that an error repeats."""
+NAME_CHARACTERS_MAX: Final = 100
+"""Characters of a requested name or version that an error repeats."""
 
 
 class Failure(NamedTuple):
@@ -70,7 +70,7 @@ class Models:
 
     def serve(self, lane: Lane) -> Lane | None:
         """Route calls to a lane; return the lane that it replaces."""
-        name, version = _which(lane)
+        name, version = _model_version(lane)
         versions = self._served.setdefault(name, {})
         older = versions.get(version)
         if older is not None:
@@ -83,7 +83,7 @@ class Models:
 
     def withdraw(self, lane: Lane) -> None:
         """Stop routing calls to a lane."""
-        name, version = _which(lane)
+        name, version = _model_version(lane)
         lane.is_served = False
         if self._served.get(name, {}).get(version) is lane:
             del self._served[name][version]
@@ -118,7 +118,7 @@ class Models:
             return [STOPPING]
         # A model in quarantine fails its own calls; the server stays ready for the others.
         served = (lane for lane in self if lane.quarantine is None)
-        lanes = [*served, *(lane for lane in self.coming if lane.is_required)]
+        lanes = [*served, *(lane for lane in self.loading_lanes if lane.is_required)]
         found = [(lane.title, self._reason(lane)) for lane in lanes]
         found += [("/".join(each), f.reason) for each, f in self.failures.items() if f.is_required]
         reasons = [f"model `{title}`: {reason}" for title, reason in found if reason]
@@ -127,7 +127,7 @@ class Models:
         return reasons
 
     @property
-    def coming(self) -> list[Lane]:
+    def loading_lanes(self) -> list[Lane]:
         """Lanes that workers are loading and that are not served yet."""
         return [lane for lane in self.by_key.values() if lane.is_pending]
 
@@ -180,24 +180,26 @@ class Models:
     def index(self) -> Iterator[ModelStatus]:
         """Every model version that is served, loading or draining, or whose load failed."""
         for lane in self:
-            failure = self.failures.get(_which(lane))
+            failure = self.failures.get(_model_version(lane))
             reason = self._reason(lane)
             state = "UNAVAILABLE" if reason else "READY"
             if failure is not None:
-                reason = reason or f"a change of it is not served: {failure.reason}"
-            yield ModelStatus(*_which(lane), state, reason, lane)
-        others = [(_which(lane), "LOADING", self._reason(lane)) for lane in self.coming]
+                reason = reason or f"its changed files are not served: {failure.reason}"
+            yield ModelStatus(*_model_version(lane), state, reason, lane)
+        others = [
+            (_model_version(lane), "LOADING", self._reason(lane)) for lane in self.loading_lanes
+        ]
         others += [
-            (_which(lane), "UNLOADING", "it finishes its accepted requests")
+            (_model_version(lane), "UNLOADING", "draining: its accepted requests are not finished")
             for lane in self.by_key.values()
             if not lane.is_served and not lane.is_pending
         ]
         others += [(each, "UNAVAILABLE", f.reason) for each, f in self.failures.items()]
-        listed = {_which(lane) for lane in self}
-        for which, state, reason in others:
-            if which not in listed:
-                listed.add(which)
-                yield ModelStatus(*which, state, reason, None)
+        listed = {_model_version(lane) for lane in self}
+        for model_version, state, reason in others:
+            if model_version not in listed:
+                listed.add(model_version)
+                yield ModelStatus(*model_version, state, reason, None)
 
     def stages(self) -> Iterator[tuple[tuple[str], int]]:
         """The number of lanes in each stage."""
@@ -223,7 +225,7 @@ class Models:
         if not reason and not lane.is_served:
             return "its workers are loading"
         # Before the placement plan exists there are no workers.
-        return reason if reason or lane.is_ready else "its workers have not come yet"
+        return reason if reason or lane.is_ready else "its workers have not attached yet"
 
     def _on_version_change(self, name: str) -> None:
         self.revision += 1
@@ -234,24 +236,24 @@ class Models:
             del self._served[name], self._highest[name]
 
     def _not_found(self, name: str, version: str | None) -> ModelNotFound | NotReady:
-        for lane in self.coming:
+        for lane in self.loading_lanes:
             if lane.model.name == name and version in (None, lane.model.version):
                 text = f"model `{lane.title}` is being loaded"
                 return NotReady(text, model=name, retry_after_ms=RETRY_MS)
-        for (failed, which), failure in self.failures.items():
-            if failed == name and version in (None, which):
-                text = f"model `{name}/{which}` does not load: {failure.reason}"
-                return NotReady(text, model=name, version=which)
+        for (failed, failed_version), failure in self.failures.items():
+            if failed == name and version in (None, failed_version):
+                text = f"model `{name}/{failed_version}` failed to load: {failure.reason}"
+                return NotReady(text, model=name, version=failed_version)
         served = self._served.get(name)
         if served is None:
-            name = name[:NAME_LETTERS_MAX]
+            name = name[:NAME_CHARACTERS_MAX]
             names = "" if self.hides_models else ", ".join(sorted(self._served)) or "none"
             available = names and f"; available: {names}"
             return ModelNotFound(f"there is no model `{name}`{available}", model=name)
         known = ", ".join(sorted(served, key=version_order))
         routing = self.routings.get(name)
         aliases = f"; aliases: {', '.join(routing.aliases)}" if routing else ""
-        version = (version or "")[:NAME_LETTERS_MAX]
+        version = (version or "")[:NAME_CHARACTERS_MAX]
         text = f"model `{name}` has no version `{version}`; available: {known}{aliases}"
         return ModelNotFound(text, model=name, version=version)
 
@@ -259,7 +261,7 @@ class Models:
 class ModelStatus(NamedTuple):
     """State of a model version, READY to UNAVAILABLE as in the Open Inference Protocol.
 
-    The reason tells why it is not ready, or why a change of it is not served.
+    `reason`: why it is not ready, or why changed files of it are not served.
     """
 
     name: str
@@ -314,7 +316,7 @@ def _outputs(contract: Contract) -> list[dict[str, Any]]:
     return described
 
 
-def _which(lane: Lane) -> tuple[str, str]:
+def _model_version(lane: Lane) -> tuple[str, str]:
     return lane.model.name, lane.model.version
 
 

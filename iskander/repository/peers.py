@@ -4,7 +4,7 @@
             ->  `load_intents` records it for processes that start later
             ->  the peers receive it, each over its own socket, and apply it
 
-A peer that cannot be reached is starting, and will read the record.
+A peer that cannot be reached is starting, and reads the record later.
 
 Runs on: gateway loop.
 """
@@ -57,7 +57,7 @@ class Peers:
 
     def __init__(self, repository: Repository, member: Member, folder: Path, load_s: float) -> None:
         self._repository = repository
-        self._others = [Path(each).with_name(SOCKET) for each in member.siblings]
+        self._others = [Path(each).with_name(SOCKET) for each in member.peers]
         self._path = folder / SOCKET
         self._intents = LoadIntents(folder.parent)
         self._load_s = load_s
@@ -95,7 +95,7 @@ class Peers:
         if len(self._changes) >= CHANGES_MAX:
             text = f"{len(self._changes)} concurrent changes of models, limit {CHANGES_MAX}"
             raise Overloaded(text, retry_after_ms=RETRY_MS)
-        work = self._everywhere(change) if self._others else self._here(change)
+        work = self._apply_in_all(change) if self._others else self._apply_here(change)
         task = asyncio.get_running_loop().create_task(work)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
@@ -107,10 +107,10 @@ class Peers:
                 raise Draining("the server is stopping", retry_after_ms=0) from None
             raise
 
-    async def _everywhere(self, change: Change) -> list[str]:
+    async def _apply_in_all(self, change: Change) -> list[str]:
         async with self._intents.locked(change.model, self._load_s):
             with self._recording(change):
-                versions = await self._here(change)
+                versions = await self._apply_here(change)
             sends = (self._send(path, change) for path in self._others)
             outcomes = await asyncio.gather(*sends, return_exceptions=True)
         for each in outcomes:
@@ -119,13 +119,13 @@ class Peers:
         return versions
 
     def _recording(self, change: Change) -> contextlib.AbstractContextManager[None]:
-        if not self._repository.is_for_calls(change.model):
+        if not self._repository.is_controlled_by_calls(change.model):
             return contextlib.nullcontext()
         if change.action == "load":
             return self._intents.recording(LoadIntent(change.model))
         return self._intents.recording(self._intents.get(change.model).without(change.version))
 
-    async def _here(self, change: Change) -> list[str]:
+    async def _apply_here(self, change: Change) -> list[str]:
         if change.action == "load":
             return await self._repository.load(change.model)
         return self._repository.unload(change.model, change.version)
@@ -145,9 +145,9 @@ class Peers:
             text = f"{peer} did not answer within {wait_s:g} s"
             raise NotReady(text, retry_after_ms=RETRY_MS) from None
         except OSError:
-            return  # It is starting.
+            return  # The peer is starting.
         if not line:
-            return  # It has ended.
+            return  # The peer has ended.
         outcome = msgspec.json.decode(line, type=Outcome)
         if outcome.error is not None:
             error = IskanderError.from_wire(outcome.error)
@@ -171,7 +171,7 @@ class Peers:
 
     async def _outcome_of(self, change: Change) -> Outcome:
         try:
-            return Outcome(await self._here(change))
+            return Outcome(await self._apply_here(change))
         except IskanderError as error:
             # A model to unload that is not found is unloaded already.
             if change.action == "unload" and isinstance(error, ModelNotFound):

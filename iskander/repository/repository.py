@@ -23,14 +23,14 @@ from iskander.measurement.recent_values import RecentValues
 from iskander.repository.changes import follow
 from iskander.repository.generations import Generation, Generations
 from iskander.repository.load_intents import LoadIntent
-from iskander.repository.model_reader import Found, ModelReader, Which
-from iskander.repository.models import NAME_LETTERS_MAX, Failure, Models
+from iskander.repository.model_reader import Found, ModelReader, ModelVersion
+from iskander.repository.models import NAME_CHARACTERS_MAX, Failure, Models
 from iskander.repository.routing import Routing
 from iskander.repository.scan import ABSENT, SETTINGS, ScannedModel, list_models
 from iskander.repository.specs import quorum_of
 from iskander.repository.version_policy import (
-    move,
     names_at_start,
+    plan_transition,
     policy_of,
     targets_error,
     wanted_versions,
@@ -74,10 +74,10 @@ class Repository:
         self._reloading: set[str] = set()
         self._retry_timer: asyncio.TimerHandle | None = None
         models.freshness.fingerprint_of = self._fingerprint_of
-        models.freshness.on_known = on_change
+        models.freshness.on_checked = on_change
 
-    def is_for_calls(self, name: str) -> bool:
-        """Whether calls load and unload this model."""
+    def is_controlled_by_calls(self, name: str) -> bool:
+        """Whether API calls load and unload this model."""
         return self._is_explicit and not self._reader.is_configured(name)
 
     async def start(self, intents: Iterable[LoadIntent] = ()) -> None:
@@ -86,7 +86,7 @@ class Repository:
             return self.startup.all_expected()
         settings = self._settings
         listed = await asyncio.to_thread(list_models, Path(settings.path), settings.marker)
-        excluded = {intent.model: intent.but for intent in intents if self._is_explicit}
+        excluded = {intent.model: intent.excluded for intent in intents if self._is_explicit}
         for name in sorted(names_at_start(settings, listed, intents)):
             scanned = listed.get(name, ABSENT)
             if name in excluded:
@@ -101,8 +101,8 @@ class Repository:
         self.models.is_scanning = False
         self.startup.all_expected()
         if not self._is_explicit:
-            spawn, change = self._spawn, self._change
-            spawn(follow(settings, listed, lambda name, now: spawn(change(name, now))))
+            spawn, reconcile = self._spawn, self._reconcile
+            spawn(follow(settings, listed, lambda name, now: spawn(reconcile(name, now))))
 
     def close(self) -> None:
         """Cancel changes and stop watching."""
@@ -140,7 +140,7 @@ class Repository:
             if not scanned.versions and not scanned.error:
                 self.models.find(name, None)  # Raises an error that lists the models.
                 raise ModelNotFound(f"model `{name}` is no longer in the folder", model=name)
-            await self._change(name, scanned, retries_failed=True)
+            await self._reconcile(name, scanned, retries_failed=True)
         return list(self.models.versions_of(name))
 
     def unload(self, name: str, version: str | None = None) -> list[str]:
@@ -148,7 +148,7 @@ class Repository:
 
         Raises ModelNotFound if it is not served, Unsupported if calls do not control it.
         """
-        short = name[:NAME_LETTERS_MAX]
+        short = name[:NAME_CHARACTERS_MAX]
         if not self._settings.path or self._reader.is_configured(name):
             self.models.find(name, version)
             raise Unsupported(f"model `{short}` cannot be unloaded: it is in the configuration")
@@ -158,16 +158,16 @@ class Repository:
                 "`watched`; remove its folder"
             )
 
-        def matches(which: Which) -> bool:
-            return which[0] == name and version in (None, which[1])
+        def matches(model_version: ModelVersion) -> bool:
+            return model_version[0] == name and version in (None, model_version[1])
 
-        lanes = [lane.model for lane in (*self.models, *self.models.coming)]
+        lanes = [lane.model for lane in (*self.models, *self.models.loading_lanes)]
         unloaded = list(dict.fromkeys(m.version for m in lanes if matches((m.name, m.version))))
-        failed = [which for which in self.models.failures if matches(which)]
+        failed = [model_version for model_version in self.models.failures if matches(model_version)]
         if not unloaded and not failed:
             raise ModelNotFound(f"model `{short}` is not loaded", model=short)
-        for which in failed:
-            del self.models.failures[which]
+        for model_version in failed:
+            del self.models.failures[model_version]
         self._retire(name, unloaded)
         return unloaded
 
@@ -183,12 +183,14 @@ class Repository:
 
     def _fingerprint_of(self, lane: Lane) -> str:
         """Runs on: a thread."""
-        which = lane.model.name, lane.model.version
-        return self._reader.fingerprint_of(which, lane.model.key, self._model_files.get(which[0]))
+        model_version = lane.model.name, lane.model.version
+        return self._reader.fingerprint_of(
+            model_version, lane.model.key, self._model_files.get(model_version[0])
+        )
 
     async def _start(self, name: str, scanned: ScannedModel, *, is_required: bool) -> None:
         try:
-            await self._change(name, scanned, is_required=is_required)
+            await self._reconcile(name, scanned, is_required=is_required)
         finally:
             self.startup.release(name)
             self.models.pending -= 1
@@ -199,7 +201,7 @@ class Repository:
             if self._reader.is_configured(name):
                 await self._reload(name)
             else:
-                await self._change(name, await asyncio.to_thread(self._reader.listed, name))
+                await self._reconcile(name, await asyncio.to_thread(self._reader.listed, name))
         finally:
             self._reloading.discard(name)
 
@@ -208,11 +210,11 @@ class Repository:
         async with self._locks.setdefault(name, asyncio.Lock()):
             found = await asyncio.to_thread(self._reader.of_configuration, name)
             begun, error = self._begin_all(name, found, retries_failed=retries_failed)
-            await _outcomes(begun)
+            await _wait_for_loads(begun)
             if error is not None:
                 raise error
 
-    async def _change(
+    async def _reconcile(
         self,
         name: str,
         scanned: ScannedModel,
@@ -237,9 +239,9 @@ class Repository:
             self._model_files[name] = settings
             policy = policy_of(self._settings, settings)
             versions = wanted_versions(scanned.versions, policy, routing)
-            for which in [which for which in self.models.failures if which[0] == name]:
-                if which[1] not in versions:
-                    del self.models.failures[which]
+            for model_version in list(self.models.failures):
+                if model_version[0] == name and model_version[1] not in versions:
+                    del self.models.failures[model_version]
             stamps = {version: scanned.versions[version] for version in versions}
             found = await asyncio.to_thread(self._reader.of_folder, name, settings, stamps)
             begun, last_error = self._begin_all(
@@ -250,9 +252,9 @@ class Repository:
                 last_error = ModelNotFound(f"model `{name}` has no versions to load")
                 self._fail((name, UNKNOWN), last_error, is_required=is_required)
             try:
-                await _outcomes(begun)
+                await _wait_for_loads(begun)
             finally:
-                self._move(name, versions, routing)
+                self._retire_and_route(name, versions, routing)
             if last_error is not None:
                 raise last_error
 
@@ -263,27 +265,29 @@ class Repository:
         begun: list[Generation] = []
         last_error: IskanderError | None = None
         for version, each in found.items():
-            which = (name, version)
+            model_version = (name, version)
             try:
                 if isinstance(each, IskanderError):
                     raise each
                 spec, settings = each.spec, each.settings
-                if self._needs_load(which, spec.fingerprint, retries_failed=retries_failed):
+                if self._needs_load(model_version, spec.fingerprint, retries_failed=retries_failed):
                     quorum, begin = quorum_of(self.config, settings), self._generations.begin
                     begun.append(begin(spec, settings.lane, quorum, is_required=is_required))
             except IskanderError as error:
-                last_error = self._fail(which, error, is_required=is_required)
+                last_error = self._fail(model_version, error, is_required=is_required)
         return begun, last_error
 
-    def _needs_load(self, which: Which, fingerprint: str, *, retries_failed: bool) -> bool:
+    def _needs_load(
+        self, model_version: ModelVersion, fingerprint: str, *, retries_failed: bool
+    ) -> bool:
         """Whether these files are not served and, unless retried, have not failed."""
-        name, version = which
+        name, version = model_version
         tried = self._tried.setdefault(name, {})
         lane = self.models.versions_of(name).get(version)
         was_tried = tried.get(version) == fingerprint
         tried[version] = fingerprint
         if lane is not None and lane.model.fingerprint == fingerprint:
-            self.models.failures.pop(which, None)
+            self.models.failures.pop(model_version, None)
             return False
         if was_tried and not retries_failed:
             return False
@@ -291,22 +295,24 @@ class Repository:
             log.warning("the files of %s have changed", lane.title)
         return True
 
-    def _move(self, name: str, versions: list[str], routing: Routing) -> None:
-        retired, is_routed = move(self.models.versions_of(name), versions, routing)
+    def _retire_and_route(self, name: str, versions: list[str], routing: Routing) -> None:
+        retired, is_routed = plan_transition(self.models.versions_of(name), versions, routing)
         if is_routed:
             self.models.route(name, routing if versions and routing != Routing() else None)
-        elif complaint := targets_error(routing, versions):
-            error = ConfigError(f"{complaint}; the previous routing stays in effect")
+        elif problem := targets_error(routing, versions):
+            error = ConfigError(f"{problem}; the previous routing stays in effect")
             self._fail((name, SETTINGS), error, is_required=False)
         self._retire(name, retired)
         if not versions:
             self._tried.pop(name, None)
             self._model_files.pop(name, None)
 
-    def _fail(self, which: Which, error: IskanderError, *, is_required: bool) -> IskanderError:
-        log.error("%s is not served: %s", "/".join(which), error.message)
+    def _fail(
+        self, model_version: ModelVersion, error: IskanderError, *, is_required: bool
+    ) -> IskanderError:
+        log.error("%s is not served: %s", "/".join(model_version), error.message)
         self.models.counts["failed"] += 1
-        self.models.failures[which] = Failure(error.message, is_required)
+        self.models.failures[model_version] = Failure(error.message, is_required)
         return error
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -322,9 +328,9 @@ class Repository:
 
 
 class StartupBarrier:
-    """Holds back changes of models that the startup has not reached, which it would overwrite.
+    """Delays peers' changes of a model until the startup has chosen the versions of the model.
 
-    A process loads the recorded models at startup, and receives changes from its peers at once.
+    The startup would overwrite an earlier change.
     """
 
     def __init__(self) -> None:
@@ -336,7 +342,7 @@ class StartupBarrier:
         self._expected[name] = asyncio.Event()
 
     def all_expected(self) -> None:
-        """Declare the registration complete."""
+        """End the registration: other models need not wait."""
         self._is_listed.set()
 
     def release(self, name: str) -> None:
@@ -351,8 +357,8 @@ class StartupBarrier:
             await self._expected[name].wait()
 
 
-async def _outcomes(begun: Iterable[Generation]) -> None:
-    """Wait for the loads; raise the first error, preferably not `ModelMoved`."""
+async def _wait_for_loads(begun: Iterable[Generation]) -> None:
+    """Wait for the loads; raise their first error, a `ModelMoved` only if there is no other."""
     outcomes = await asyncio.gather(*(each.outcome for each in begun), return_exceptions=True)
     errors = [each for each in outcomes if isinstance(each, BaseException)]
     if errors:

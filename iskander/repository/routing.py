@@ -33,7 +33,7 @@ class Routing(NamedTuple):
     def choose(self, version: str | None, key: str, served: Container[str]) -> str | None:
         """Return the version for a call with a version, an alias or neither; None: the highest."""
         if version is None:
-            version = self._draw(key, served) or self.default or None
+            version = self._choose_by_split(key, served) or self.default or None
         return version if version is None else self.aliases.get(version, version)
 
     def targets(self) -> set[str]:
@@ -50,7 +50,7 @@ class Routing(NamedTuple):
         share = sum(w for t, w in self.split.items() if self.aliases.get(t, t) == version)
         return [*routes, f"{share:g} of {total:g}"] if share else routes
 
-    def _draw(self, key: str, served: Container[str]) -> str | None:
+    def _choose_by_split(self, key: str, served: Container[str]) -> str | None:
         best, best_score = None, 0.0
         for target, weight in self.split.items():
             version = self.aliases.get(target, target)

@@ -1,6 +1,6 @@
 """Scan of the repository folder: models, versions, and a stamp of each version's files.
 
-Takes no decisions. An entry that exists but cannot be read is reported with the reason, not as
+Makes no decisions. An entry that exists but cannot be read is reported with the reason, not as
 missing. File names are bytes in any encoding.
 
 Runs on: any thread.
@@ -135,6 +135,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _files(folder: Path, errors: list[str]) -> Iterator[Path]:
+    """Yield up to `FILES_MAX` files below a folder; append read errors to `errors`."""
+
     def on_error(error: OSError) -> None:
         if error.errno not in NOT_FOUND:
             errors.append(f"{error.filename}: {error.strerror}")
@@ -144,7 +146,7 @@ def _files(folder: Path, errors: list[str]) -> Iterator[Path]:
 
 
 def _stat_of(path: Path) -> str:
-    """Size, time and inode; empty if nothing exists there."""
+    """Return size, time and inode, or the read error; empty if nothing exists there."""
     try:
         stat = path.stat()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Version policy: the versions to serve, and the scans to act on.
+"""Version policy: the versions to serve, and the scanned states to apply.
 
 Pure.
 """
@@ -56,8 +56,8 @@ def routing_of(settings: ModelFile) -> Routing:
     return Routing(str(settings.default), aliases, dict(settings.split))
 
 
-def complaint_about(routing: Routing) -> str:
-    """Return an error of the routing by itself; empty if valid."""
+def routing_error(routing: Routing) -> str:
+    """Return an error of the routing that does not depend on the versions; empty if valid."""
     targets = [("default", routing.default), *(("split", each) for each in routing.split)]
     for setting, target in targets:
         if target and target not in routing.aliases and not target.isdecimal():
@@ -73,17 +73,18 @@ def targets_error(routing: Routing, versions: Collection[str]) -> str:
     return missing and f"the routing refers to missing versions: {missing}"
 
 
-def move(
-    served: Collection[str], wanted_now: Collection[str], routing: Routing
+def plan_transition(
+    served: Collection[str], wanted: Collection[str], routing: Routing
 ) -> tuple[list[str], bool]:
-    """Return the versions to retire after loads, and whether the new routing takes effect.
+    """Return the served versions to retire, and whether the new routing takes effect.
 
-    Nothing retires while a wanted version or a routing target is not served, and the routing takes
-    effect only if all its targets are served. Neither holds for a model without wanted versions.
+    No version retires until all wanted versions and all routing targets are served. The routing
+    takes effect when all its targets are served. Without wanted
+    versions, targets are ignored and all versions retire.
     """
-    targets = routing.targets() if wanted_now else set()
-    is_complete = all(version in served for version in targets.union(wanted_now))
-    retire = [version for version in served if version not in wanted_now] if is_complete else []
+    targets = routing.targets() if wanted else set()
+    is_complete = all(version in served for version in targets.union(wanted))
+    retire = [version for version in served if version not in wanted] if is_complete else []
     return retire, all(target in served for target in targets)
 
 

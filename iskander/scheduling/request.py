@@ -39,6 +39,7 @@ class Terms(msgspec.Struct, frozen=True):
         steps_remaining: Actions that the client has left before it needs a new result.
         age_ms: Age of the observation at its arrival.
         is_newest_wins: A newer request of the client replaces this one while it is queued.
+        is_alone: The rows are not combined with those of other requests in one batch.
         source: Source whose share of the queue the request uses.
     """
 
@@ -51,6 +52,7 @@ class Terms(msgspec.Struct, frozen=True):
     steps_remaining: int | None = None
     age_ms: float = 0.0
     is_newest_wins: bool = False
+    is_alone: bool = False
     source: Source = UNKNOWN_SOURCE
 
 
@@ -88,7 +90,7 @@ class Request:
         running: Number of batches in flight with rows of it.
         results: Partial results of a request in several batches: the result body, or, with string
             outputs, (first row, count, body) of each part.
-        is_alone: It must run alone, because a batch with it failed or crashed a worker.
+        is_alone: It must run alone: its terms say so, or a batch with it failed.
         kills: Workers that died while running it.
         losses: Workers that died while holding it.
         is_part: A later part of a client's batch that was admitted with the first part.
@@ -142,7 +144,8 @@ class Request:
         self.todo = [(0, rows)]
         self.running = 0
         self.results: memoryview | list[tuple[int, int, memoryview]] | None = None
-        self.is_alone = self.is_part = self.is_waiting = self.is_over = False
+        self.is_alone = terms.is_alone
+        self.is_part = self.is_waiting = self.is_over = False
         self.kills = self.losses = 0
 
     @property

@@ -18,13 +18,13 @@ from iskander.scheduling.lane import Lane
 log = logging.getLogger("iskander.repository")
 
 THREADS_MAX = 4
-"""Concurrent checks, including blocked ones. Each worker and generation has at most one waiting."""
+"""Concurrent checks, including blocked ones. Each worker and generation has at most one pending."""
 CHECK_S = 10.0
 """Timeout of a check, including the time that it waits for a thread."""
 
 
 class FileFreshness:
-    """Runs file checks, and calls `on_known` after each.
+    """Runs file checks, and calls `on_checked` after each.
 
     Attributes:
         fingerprint_of: Computes the fingerprint of a lane's files and settings on a thread; empty
@@ -33,17 +33,17 @@ class FileFreshness:
 
     def __init__(self) -> None:
         self.fingerprint_of: Callable[[Lane], str] | None = None
-        self.on_known: Callable[[], None] = lambda: None
+        self.on_checked: Callable[[], None] = lambda: None
         self._threads = asyncio.Semaphore(THREADS_MAX)
         self._checks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    def check(self, lane: Lane, then: Callable[[bool], None]) -> None:
-        """Check once and call `then(is_current)`; no call after `close`."""
+    def check(self, lane: Lane, callback: Callable[[bool], None]) -> None:
+        """Check once, then call `callback(is_current)`; no call after `close`."""
         if self.fingerprint_of is None:
-            then(True)
+            callback(True)
         elif not self._is_closed:
-            work = self._run_check(self.fingerprint_of, lane, then)
+            work = self._run_check(self.fingerprint_of, lane, callback)
             check = asyncio.get_running_loop().create_task(work)
             self._checks.add(check)
             check.add_done_callback(self._checks.discard)
@@ -55,20 +55,22 @@ class FileFreshness:
             check.cancel()
 
     async def _run_check(
-        self, fingerprint_of: Callable[[Lane], str], lane: Lane, then: Callable[[bool], None]
+        self, fingerprint_of: Callable[[Lane], str], lane: Lane, callback: Callable[[bool], None]
     ) -> None:
         fingerprint = ""
         try:
             async with asyncio.timeout(CHECK_S):
                 await self._threads.acquire()
-                fingerprint = await self._start(fingerprint_of, lane)
+                fingerprint = await self._start_thread(fingerprint_of, lane)
         except TimeoutError:
             log.error("file check of %s timed out after %g s", lane.title, CHECK_S)
-        then(fingerprint == lane.model.fingerprint)
-        self.on_known()
+        callback(fingerprint == lane.model.fingerprint)
+        self.on_checked()
 
-    def _start(self, fingerprint_of: Callable[[Lane], str], lane: Lane) -> asyncio.Future[str]:
-        """Start a daemon thread, which does not delay process exit."""
+    def _start_thread(
+        self, fingerprint_of: Callable[[Lane], str], lane: Lane
+    ) -> asyncio.Future[str]:
+        """Compute the fingerprint on a daemon thread, which does not delay process exit."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[str] = loop.create_future()
 

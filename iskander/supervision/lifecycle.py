@@ -36,12 +36,12 @@ class Event(StrEnum):
     LOAD_FAILED = "load failed"
     LOST = "lost"
     EXITED = "exited"
-    LEFT = "asked to leave"
+    DRAIN_REQUESTED = "drain requested"
     RECYCLE_DUE = "recycle due"
     HUNG = "hung"
     TIMED_OUT = "timed out"
     STEADY = "steady"
-    LOOPED = "died again and again"
+    CRASH_LOOP = "crash loop detected"
     STOP = "stop"
 
 
@@ -49,9 +49,9 @@ class Action(StrEnum):
     """Output of a transition; the actions of one transition run in this order."""
 
     KEEP_OPEN = "keep its queues open"
-    CLOSE = "close for work"
+    CLOSE = "stop sending batches"
     DRAIN = "send drain"
-    ABORT = "abort for a stack, then kill"
+    ABORT = "abort with a stack dump"
     KILL = "kill"
     DETACH = "reclaim its batches and unmap"
     COUNT_BOOT = "count a boot failure"
@@ -61,7 +61,7 @@ class Action(StrEnum):
     SPAWN_LATER = "spawn after a backoff"
     SPAWN_NEXT = "spawn at once"
     LOAD = "load models"
-    OPEN = "open for work"
+    OPEN = "start sending batches"
 
 
 ATTACHED = frozenset((State.LOADING, State.READY, State.HUNG, State.LEAVING, State.STOPPING))
@@ -77,7 +77,7 @@ _REPLACED = (Action.KEEP_OPEN, Action.CLOSE, Action.DRAIN)
 TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (State.ABSENT, Event.SPAWN_DUE): (State.STARTING, (Action.SPAWN,)),
     (State.ABSENT, Event.ATTACHED): (State.LOADING, (Action.LOAD,)),
-    (State.ABSENT, Event.LOOPED): (State.LOOPING, ()),
+    (State.ABSENT, Event.CRASH_LOOP): (State.LOOPING, ()),
     (State.ABSENT, Event.STOP): (State.STOPPED, ()),
     (State.LOOPING, Event.SPAWN_DUE): (State.STARTING, (Action.SPAWN,)),
     (State.LOOPING, Event.ATTACHED): (State.LOADING, (Action.LOAD,)),
@@ -90,11 +90,11 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (State.LOADING, Event.LOAD_FAILED): (State.LOADING, (Action.KILL,)),
     (State.LOADING, Event.TIMED_OUT): (State.LOADING, (Action.KILL,)),
     (State.LOADING, Event.LOST): (State.ABSENT, _FAILED_BOOT),
-    (State.LOADING, Event.LEFT): (State.LEAVING, (Action.DRAIN,)),
+    (State.LOADING, Event.DRAIN_REQUESTED): (State.LEAVING, (Action.DRAIN,)),
     (State.LOADING, Event.STOP): (State.STOPPING, (Action.DRAIN,)),
     (State.READY, Event.LOST): (State.ABSENT, (Action.CLOSE, *_CRASHED)),
     (State.READY, Event.HUNG): (State.HUNG, (Action.CLOSE, Action.ABORT)),
-    (State.READY, Event.LEFT): (State.LEAVING, _REPLACED),
+    (State.READY, Event.DRAIN_REQUESTED): (State.LEAVING, _REPLACED),
     (State.READY, Event.RECYCLE_DUE): (State.LEAVING, _REPLACED),
     (State.READY, Event.STEADY): (State.READY, (Action.RESET_FAILURES,)),
     (State.READY, Event.STOP): (State.STOPPING, (Action.CLOSE, Action.DRAIN)),
@@ -111,19 +111,19 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (State.STOPPED, Event.TIMED_OUT): (State.STOPPED, (Action.KILL,)),
 }
 
-_REPORTS = (Event.LOADED, Event.LOAD_FAILED, Event.LEFT)
-"""Sent by an attached worker; may arrive after a state change."""
+_REPORTS = (Event.LOADED, Event.LOAD_FAILED, Event.DRAIN_REQUESTED)
+"""Messages of an attached worker; they may arrive after a state change."""
 _SERVING = (Event.RECYCLE_DUE, Event.HUNG, Event.STEADY)
 """Raised only for a worker that serves."""
 _STALE = (Event.LOST, Event.EXITED, Event.TIMED_OUT)
 """Of a process that has ended; EXITED follows LOST, which has been handled."""
-_ONLY_ABSENT = (Event.SPAWN_DUE, Event.ATTACHED, Event.EXITED, Event.LOOPED)
+_ONLY_ABSENT = (Event.SPAWN_DUE, Event.ATTACHED, Event.EXITED, Event.CRASH_LOOP)
 """Not for an attached process. Its exit is handled as LOST, at the end of its socket."""
 
 _IGNORED_IN: dict[State, tuple[Event, ...]] = {
     State.ABSENT: (*_REPORTS, *_SERVING, *_STALE),
-    State.LOOPING: (*_REPORTS, *_SERVING, *_STALE, Event.LOOPED),
-    State.STARTING: (*_REPORTS, *_SERVING, Event.SPAWN_DUE, Event.LOST, Event.LOOPED),
+    State.LOOPING: (*_REPORTS, *_SERVING, *_STALE, Event.CRASH_LOOP),
+    State.STARTING: (*_REPORTS, *_SERVING, Event.SPAWN_DUE, Event.LOST, Event.CRASH_LOOP),
     State.LOADING: (*_SERVING, *_ONLY_ABSENT),
     State.READY: (*_ONLY_ABSENT, Event.LOADED, Event.LOAD_FAILED, Event.TIMED_OUT),
     State.HUNG: (*_REPORTS, *_SERVING, *_ONLY_ABSENT),
@@ -145,9 +145,9 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     return state, ()
 
 
-def backoff_s(deaths: int) -> float:
-    """Return the backoff before the next start after `deaths` consecutive failures."""
-    return min(BACKOFF_FIRST_S * 2.0 ** min(max(deaths - 1, 0), 16), BACKOFF_MAX_S)
+def backoff_s(failures: int) -> float:
+    """Return the backoff before the next start after `failures` consecutive failures."""
+    return min(BACKOFF_FIRST_S * 2.0 ** min(max(failures - 1, 0), 16), BACKOFF_MAX_S)
 
 
 def reachable(start: State, events: Iterable[Event]) -> set[State]:
@@ -156,41 +156,41 @@ def reachable(start: State, events: Iterable[Event]) -> set[State]:
     found, frontier = {start}, [start]
     while frontier:
         state = frontier.pop()
-        following = {step(state, event)[0] for event in events} - found
-        found |= following
-        frontier += following
+        reached = {step(state, event)[0] for event in events} - found
+        found |= reached
+        frontier += reached
     return found
 
 
 def validate() -> None:
-    """Assert that the tables are complete and consistent, and that no state is a trap."""
+    """Assert that the tables are complete and consistent, and that no state is a dead end."""
     for state in State:
         for event in Event:
             rules = ((state, event) in TABLE) + ((state, event) in IGNORED)
             assert rules == 1, f"{state}, {event}: {rules} rules instead of 1"
-    for (state, event), (following, actions) in TABLE.items():
-        _validate_rule(state, following, actions, f"{state}, {event}")
+    for (state, event), (after, actions) in TABLE.items():
+        _validate_rule(state, after, actions, f"{state}, {event}")
     without_stop = set(Event) - {Event.STOP}
     for state in State:
         stopped = reachable(step(state, Event.STOP)[0], Event)
-        assert State.STOPPED in stopped <= ENDING, f"{state}: a stop does not stop"
+        assert State.STOPPED in stopped <= ENDING, f"{state}: a stop does not lead to stopped"
         if state not in ENDING:
             assert State.READY in reachable(state, without_stop), f"{state}: no way back to ready"
 
 
-def _validate_rule(state: State, following: State, actions: tuple[Action, ...], where: str) -> None:
-    assert following is not state or actions, f"{where}: transition without effect"
-    due = {
-        Action.SPAWN: following is State.STARTING is not state,
-        Action.LOAD: following is State.LOADING is not state,
-        Action.OPEN: following is State.READY is not state,
-        Action.CLOSE: state is State.READY is not following,
-        Action.DETACH: state in ATTACHED and following not in ATTACHED,
+def _validate_rule(state: State, after: State, actions: tuple[Action, ...], where: str) -> None:
+    assert after is not state or actions, f"{where}: transition without effect"
+    required = {
+        Action.SPAWN: after is State.STARTING is not state,
+        Action.LOAD: after is State.LOADING is not state,
+        Action.OPEN: after is State.READY is not state,
+        Action.CLOSE: state is State.READY is not after,
+        Action.DETACH: state in ATTACHED and after not in ATTACHED,
     }
-    for action, is_due in due.items():
-        assert (action in actions) == is_due, f"{where}: `{action}` is missing or superfluous"
+    for action, is_required in required.items():
+        assert (action in actions) == is_required, f"{where}: `{action}` is missing or superfluous"
     starts = {Action.SPAWN_LATER, Action.SPAWN_NEXT} & set(actions)
-    assert len(starts) == (following is State.ABSENT), f"{where}: one start after each end"
+    assert len(starts) == (after is State.ABSENT), f"{where}: one start after each end"
     counts = {Action.COUNT_BOOT, Action.COUNT_CRASH} & set(actions)
     assert len(counts) == (Action.SPAWN_LATER in starts), f"{where}: a backoff after each failure"
     # CLOSE comes before DETACH, so that no reclaimed batch is sent to the same worker again.

@@ -23,7 +23,7 @@ def check_model(spec: ModelSpec, python: str, cores: int, wait_s: float) -> Load
     """
     code, raw = _run([*worker_command(python), "--try", str(cores)], encode(spec), wait_s)
     if code or not raw:
-        raise ManifestError(f"its interpreter exited with code {code} before the model was loaded")
+        raise ManifestError(f"the interpreter exited with code {code} before the model was loaded")
     (answer,) = decode_to_gateway(raw)
     if isinstance(answer, LoadFailed):
         raise IskanderError.from_wire({"code": answer.code, "message": answer.message})
@@ -32,7 +32,7 @@ def check_model(spec: ModelSpec, python: str, cores: int, wait_s: float) -> Load
 
 
 def _run(command: list[str], payload: bytes, wait_s: float) -> tuple[int, bytes]:
-    """Run a command, end its process group, and return its exit code and output.
+    """Run a command, kill its process group, and return its exit code and output.
 
     Input and output are files: a process that the model forks would keep a pipe open.
     """
@@ -43,7 +43,7 @@ def _run(command: list[str], payload: bytes, wait_s: float) -> tuple[int, bytes]
         pidfd = os.pidfd_open(child.pid)
         try:
             if not select.select([pidfd], [], [], wait_s)[0]:
-                raise NotReady(f"the model was not loaded within {wait_s:g} s")
+                raise NotReady(f"load timeout: the model was not loaded within {wait_s:g} s")
         finally:
             # Before `wait` frees the pid, so that it still names this process group.
             os.killpg(child.pid, signal.SIGKILL)

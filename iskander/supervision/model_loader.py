@@ -1,7 +1,7 @@
 """Model loading: sends each worker one `Load` at a time and validates its answer.
 
-If the first load of a configured model fails, its worker is ended; after other failures the worker
-continues with its other models. The files of a served model are checked before and after each load,
+If the first load of a configured model fails, its worker is killed; after other failures the worker
+keeps its other models. The files of a served model are checked before and after each load,
 so that no two workers serve different files.
 
 Runs on: gateway loop.
@@ -25,7 +25,7 @@ from iskander.supervision.worker import Worker
 
 log = logging.getLogger("iskander.supervisor")
 
-CHANGED = "its files were changed and differ from the served ones"
+CHANGED = "its files have changed and differ from those of the serving workers"
 ACTIVE_STATES = (State.LOADING, State.READY)
 
 
@@ -103,7 +103,7 @@ class ModelLoader:
         self._start_next_loads(worker)
 
     def on_leaving(self, worker: Worker, *, is_stopping: bool) -> None:
-        """Forget the load of a draining worker; unless all are stopping, others load it."""
+        """Clear the load of a draining worker; others load the model, unless all are stopping."""
         worker.loading_key, worker.loading_title = None, ""
         if not is_stopping:
             self.load_missing()
@@ -112,7 +112,7 @@ class ModelLoader:
         """If a lost worker was loading a new model, record that as its load error."""
         lane = self._pending_lane_of(worker)
         if lane is not None:
-            lane.refusal = ManifestError(f"worker {worker.index} ended while it loaded it")
+            lane.refusal = ManifestError(f"worker {worker.index} ended during the load")
 
     def replace_overdue(self, limit_ns: int) -> None:
         """Recycle ready workers whose load exceeds the limit."""
@@ -120,10 +120,11 @@ class ModelLoader:
             is_loading = worker.state is State.READY and worker.loading_key is not None
             if is_loading and now_ns() - worker.load_started_ns > limit_ns:
                 limit_s = limit_ns // NS_PER_S
-                log.error("worker %d has not finished a load within %d s", worker.index, limit_s)
+                text = "load timeout: worker %d, limit %d s (`workers.start_s`)"
+                log.error(text, worker.index, limit_s)
                 lane = self._pending_lane_of(worker)
                 if lane is not None and lane.contract is None:
-                    text = f"worker {worker.index} had not loaded it after {limit_s} s"
+                    text = f"load timeout: worker {worker.index} did not load it in {limit_s} s"
                     lane.refusal = ManifestError(text)
                 worker.is_recycling = True
                 self.on_event(worker, Event.RECYCLE_DUE)
@@ -160,19 +161,19 @@ class ModelLoader:
         self.load_missing()
 
     def _check_files(
-        self, worker: Worker, lane: Lane, then: Callable[[Worker, Lane, bool], None]
+        self, worker: Worker, lane: Lane, callback: Callable[[Worker, Lane, bool], None]
     ) -> None:
-        """Block the worker's loads, check files, and call `then` unless the worker left."""
+        """Block the worker's loads, check files, and call `callback` unless the worker left."""
         incarnation = worker.incarnation
         worker.loading_key, worker.load_started_ns = lane.model.key, now_ns()
 
-        def on_known(is_current: bool) -> None:
-            is_here = worker.incarnation == incarnation and worker.state in ACTIVE_STATES
-            if is_here and worker.loading_key == lane.model.key:
+        def on_checked(is_current: bool) -> None:
+            is_active = worker.incarnation == incarnation and worker.state in ACTIVE_STATES
+            if is_active and worker.loading_key == lane.model.key:
                 worker.loading_key = None
-                then(worker, lane, is_current)
+                callback(worker, lane, is_current)
 
-        self.freshness.check(lane, on_known)
+        self.freshness.check(lane, on_checked)
 
     def _load_if_current(self, worker: Worker, lane: Lane, is_current: bool) -> None:
         if not lane.is_retired and is_current:

@@ -1,7 +1,7 @@
 """Timeout of requests in a lane without workers.
 
-A lane accepts new requests while a replacement is pending, and keeps queued requests after any
-worker loss. Both end after the start timeout of a worker.
+A lane accepts new requests while a replacement is pending, and keeps its queued requests after the
+loss of its workers. Both end after `workers.start_s`.
 
 Runs on: gateway loop.
 """
@@ -22,13 +22,13 @@ from iskander.supervision.worker import Worker
 class NoWorkerTimeout:
     """One timer of `wait_s` for each lane without workers.
 
-    It starts when the last worker is gone; at its end, `refuse` rejects queued requests.
+    It starts when the last worker is gone; at its end, `reject_queued` rejects queued requests.
     """
 
     lanes: Mapping[int, Lane]
     workers: Sequence[Worker]
     wait_s: float
-    refuse: Callable[[Lane, IskanderError], None]
+    reject_queued: Callable[[Lane, IskanderError], None]
     _timers: dict[int, asyncio.TimerHandle] = field(default_factory=dict, init=False)
 
     def update(self) -> None:
@@ -59,5 +59,6 @@ class NoWorkerTimeout:
             for worker in lane.pool_workers(self.workers):
                 worker.is_replacement_pending = False
             lane.is_awaiting_worker = False
-            error = NotReady(f"model `{lane.title}` lost its workers", retry_after_ms=1000)
-            self.refuse(lane, error)
+            text = f"model `{lane.title}` had no worker for {self.wait_s:g} s (`workers.start_s`)"
+            error = NotReady(text, retry_after_ms=1000)
+            self.reject_queued(lane, error)

@@ -55,11 +55,11 @@ def plan(config: Config, topology: Topology) -> PlacementPlan:
     groups = listed or list(by_kind.values())
     if not groups:
         raise ConfigError(f'server.cores = "{config.server.cores}" leaves no cpu for a worker')
-    own, left, shared_notes = _own_slots(config, topology, groups)
-    slots = _shared_slots(config, topology, left)
+    own, rest, shared_notes = _own_slots(config, topology, groups)
+    slots = _shared_slots(config, topology, rest)
     slots += [msgspec.structs.replace(slot, index=len(slots) + at) for at, slot in enumerate(own)]
-    notes += _across_nodes(groups, topology)
-    notes += _shared_cores(gateway, slots, topology) + shared_notes
+    notes += _notes_on_nodes(groups, topology)
+    notes += _notes_on_shared_cores(gateway, slots, topology) + shared_notes
     _require_threads(config, slots)
     return PlacementPlan(gateway, slots, tuple(notes))
 
@@ -82,7 +82,7 @@ def _listed_groups(config: Config, topology: Topology) -> list[Cpus]:
 
 
 def _gateway_cpus(config: Config, topology: Topology, listed: list[Cpus]) -> tuple[Cpus, str]:
-    """Return the gateway's cpus, and a note if it should have some and has none."""
+    """Return the gateway's cpus, and a note if `auto` finds none."""
     text = config.server.cores
     if not text:
         return (), ""
@@ -103,14 +103,16 @@ def _parse_cpus(where: str, text: str, topology: Topology, expected: str) -> Cpu
     except ValueError:
         raise ConfigError(f"{where}: expected {expected} such as 0-3,8") from None
     missing = sorted(set(cpus) - topology.numbers)
-    if missing or not cpus:
-        text = f"this process may not use the cpus {missing or 'of an empty list'}"
+    if not cpus:
+        raise ConfigError(f"{where}: the cpu list is empty")
+    if missing:
+        text = f"this process may not use the cpus {missing}"
         raise ConfigError(f"{where}: {text}; it may use {render_cpu_list(topology.numbers)}")
     return cpus
 
 
 def _auto_cores(topology: Topology, used: set[int], processes: int) -> tuple[Cpus, str]:
-    """Return a whole core for each process, outside the groups or of the first large node."""
+    """Return a whole core for each process, outside listed groups, else of one node; or a note."""
     if used:
         free = [core for core in topology.cores if not used.intersection(core)]
         reason = "workers.groups leaves no whole core free"
@@ -127,16 +129,17 @@ def _auto_cores(topology: Topology, used: set[int], processes: int) -> tuple[Cpu
 def _own_slots(
     config: Config, topology: Topology, groups: list[Cpus]
 ) -> tuple[list[SlotPlan], list[Cpus], list[str]]:
-    """Place workers of a single model: one core for each thread, from the ends of groups in turn.
+    """Place the workers that serve one model each: one core for each compute thread.
 
-    Returns the slots without final indexes, the rest of each group, and notes on shared cores.
+    Groups take turns, and each gives its last cores. Returns the slots without final indexes, the
+    rest of each group, and notes on shared cores.
     """
-    left, slots, notes = list(groups), [], []
+    rest, slots, notes = list(groups), [], []
     shared = config.has_shared_models
     models = [model for model in config.models for _ in range(model.own_workers)]
     for ordinal, model in enumerate(models):
         group = ordinal % len(groups)
-        cores, threads = topology.only(left[group]).cores, max(model.intra_threads, 1)
+        cores, threads = topology.only(rest[group]).cores, max(model.intra_threads, 1)
         is_alone = len(cores) - threads >= (max(config.workers.count, 1) if shared else 0)
         if not is_alone:
             cores = topology.only(groups[group]).cores
@@ -144,11 +147,11 @@ def _own_slots(
             notes.append(f"{subject}: group {group} has too few for all")
         cpus = tuple(sorted(chain.from_iterable(cores[-threads:])))
         if is_alone:
-            left[group] = tuple(cpu for cpu in left[group] if cpu not in cpus)
+            rest[group] = tuple(cpu for cpu in rest[group] if cpu not in cpus)
         part = topology.only(cpus)
         slot = _slot(0, group, _preferred_node(part, topology), part)
         slots.append(msgspec.structs.replace(slot, pool=model.pool, python=model.python))
-    return slots, left, notes
+    return slots, rest, notes
 
 
 def _slot(index: int, group: int, node: int | None, part: Topology) -> SlotPlan:
@@ -157,7 +160,7 @@ def _slot(index: int, group: int, node: int | None, part: Topology) -> SlotPlan:
 
 
 def _preferred_node(part: Topology, topology: Topology) -> int | None:
-    """Return the node of a part that lies on one of several; else there is no preference."""
+    """Return the node of `part`; None if it spans nodes or the machine has only one."""
     return next(iter(part.nodes)) if len(topology.nodes) > 1 and len(part.nodes) == 1 else None
 
 
@@ -185,7 +188,7 @@ def _shared_slots(config: Config, topology: Topology, groups: list[Cpus]) -> lis
 
 
 def _divide(group: Topology, shares: int) -> list[Cpus]:
-    """Divide a group into whole adjacent cores, or into parts of cores if there are too few."""
+    """Divide a group into runs of whole cores, or into parts of cores if there are too few."""
     cores = group.cores
     if shares <= len(cores):
         return [tuple(sorted(chain.from_iterable(run))) for run in _runs(cores, shares)]
@@ -198,12 +201,13 @@ def _divide(group: Topology, shares: int) -> list[Cpus]:
 
 
 def _runs(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
-    """Cut into runs whose lengths differ by one at most."""
+    """Split items into `count` runs whose lengths differ by at most one."""
     cuts = [run * len(items) // count for run in range(count + 1)]
     return [items[first:last] for first, last in pairwise(cuts)]
 
 
-def _across_nodes(groups: list[Cpus], topology: Topology) -> list[str]:
+def _notes_on_nodes(groups: list[Cpus], topology: Topology) -> list[str]:
+    """Return a note for each group that spans NUMA nodes."""
     return [
         f"group {group} spans the NUMA nodes {', '.join(map(str, nodes))}: its workers prefer the "
         "memory of none"
@@ -212,8 +216,8 @@ def _across_nodes(groups: list[Cpus], topology: Topology) -> list[str]:
     ]
 
 
-def _shared_cores(gateway: Cpus, slots: list[SlotPlan], topology: Topology) -> list[str]:
-    """Return a note if siblings of one core belong to different processes."""
+def _notes_on_shared_cores(gateway: Cpus, slots: list[SlotPlan], topology: Topology) -> list[str]:
+    """Return a note if SMT siblings of one core belong to different processes."""
     owner = dict.fromkeys(gateway, "the gateway")
     for slot in slots:
         owner |= dict.fromkeys(slot.cpus, f"worker {slot.index}")
@@ -231,6 +235,7 @@ def _shared_cores(gateway: Cpus, slots: list[SlotPlan], topology: Topology) -> l
 
 
 def _require_threads(config: Config, slots: list[SlotPlan]) -> None:
+    """Raise ConfigError if a model has more compute threads than a worker of it has cpus."""
     for index, model in enumerate(config.models):
         keys = f"intra_threads = {model.intra_threads}"
         if model.parallel_execution:

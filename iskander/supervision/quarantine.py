@@ -38,7 +38,7 @@ ISOLATED_MAX: Final = 4
 """Limit of isolated workers; further models are quarantined without one."""
 QUARANTINE_MAX_S: Final = 3600.0
 TICK_S: Final = 1.0
-"""Between two checks for isolated workers whose model is gone."""
+"""Interval of checks for isolated workers whose model is gone."""
 
 
 class DeathRate:
@@ -55,7 +55,7 @@ class DeathRate:
         self.quarantines = 0
 
     def note(self, at_ns: int) -> bool:
-        """Count a death; return whether the limit is reached. After a quarantine it is 1."""
+        """Count a death; return whether the limit is reached, which is 1 after a quarantine."""
         if self.quarantines and at_ns - self.released_ns > self._window_ns:
             self.quarantines = 0
         self._deaths.append(at_ns)
@@ -94,33 +94,33 @@ class Quarantines:
     def __post_init__(self) -> None:
         self._planned = len(self.workers)
         self._rates: dict[int, DeathRate] = {}
-        self._suspects: dict[int, tuple[Lane, bool]] = {}
+        self._suspected: dict[int, tuple[Lane, bool]] = {}
         self._isolated: dict[int, Worker] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._tick_timer: asyncio.TimerHandle | None = None
         self._oom_kills = oom_kills()
 
-    def suspect(self, worker: Worker) -> None:
-        """Note the model that a lost worker was running, while its heartbeat is readable."""
+    def record_running_model(self, worker: Worker) -> None:
+        """Record the model that a lost worker was running; its heartbeat must still be mapped."""
         lane = self._running(worker)
-        # A hang of a process that an operator stopped is not a fault of the model.
-        is_excused = worker.is_hung and worker.was_stopped
-        if lane is None or not self.settings.model_deaths or is_excused:
+        # A hang caused by SIGSTOP is not a fault of the model.
+        was_paused = worker.is_hung and worker.was_stopped
+        if lane is None or not self.settings.model_deaths or was_paused:
             return
-        self._suspects[worker.index] = lane, worker.is_hung
+        self._suspected[worker.index] = lane, worker.is_hung
         if worker.child is None:
             self.on_exit(worker, ProcessExit(None, was_killed=False))
 
     def on_exit(self, worker: Worker, end: ProcessExit) -> None:
         """Count a process exit for the model that the process was running."""
-        if worker.index not in self._suspects:
+        if worker.index not in self._suspected:
             return
-        lane, was_hung = self._suspects.pop(worker.index)
+        lane, was_hung = self._suspected.pop(worker.index)
         kills, self._oom_kills = self._oom_kills, oom_kills()
         if end.is_model_fault(was_hung=was_hung, was_out_of_memory=self._oom_kills > kills):
             self._on_death(lane, worker)
 
-    def follow(self, hello: Hello) -> None:
+    def follow_isolation(self, hello: Hello) -> None:
         """Isolate a model for which the first gateway process has started a worker."""
         if self.is_first or not hello.pool or hello.index is None:
             return
@@ -188,7 +188,7 @@ class Quarantines:
             self._tick()
 
     def _quarantine(self, lane: Lane, rate: DeathRate) -> None:
-        """Reject a model's requests for a while."""
+        """Reject a model's requests for a time that doubles with each quarantine."""
         settings = self.settings
         pause_s = rate.begin_quarantine(settings.quarantine_s)
         reason = f"its batches ended workers repeatedly, the last within {pause_s:g} s"
@@ -211,14 +211,14 @@ class Quarantines:
         self.on_change()
 
     def _tick(self) -> None:
-        """Remove isolated workers that lost their model, or that the first gateway replaced."""
+        """Remove isolated workers whose model is gone, or that the first gateway drained."""
         self._tick_timer = None
         for key, worker in list(self._isolated.items()):
             if key not in self.lanes and worker.state is not State.STOPPED and self.is_first:
                 self.on_event(worker, Event.STOP)
             is_gone = worker.state is State.STOPPED and worker.child is None
-            has_left = worker.state is State.ABSENT and worker.exit_counts["replaced"] > 0
-            if is_gone or (has_left and not self.is_first):
+            was_drained = worker.state is State.ABSENT and worker.exit_counts["replaced"] > 0
+            if is_gone or (was_drained and not self.is_first):
                 del self._isolated[key]
                 self.workers.remove(worker)
                 self._return_to_shared(self.lanes.get(key))

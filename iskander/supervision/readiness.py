@@ -26,14 +26,15 @@ def reason_of(lane: Lane, workers: Sequence[Worker]) -> str:
     failing = [w for w in workers if w.is_looping or (w in missing and w.failures)]
     facts = [f"{ready} of {lane.quorum} workers are ready"] if lane.quorum > 1 else []
     facts += [_failure_of(worker) for worker in failing]
-    refusing = [w for w in missing if lane.model.key in w.load_errors]
-    facts += [f"worker {w.plan.index}: {w.load_errors[lane.model.key]}" for w in refusing]
-    if not failing and not refusing:
+    with_load_error = [w for w in missing if lane.model.key in w.load_errors]
+    facts += [f"worker {w.plan.index}: {w.load_errors[lane.model.key]}" for w in with_load_error]
+    if not failing and not with_load_error:
         facts.append(_absence_of(missing))
     return "; ".join(fact for fact in facts if fact)
 
 
 def _failure_of(worker: Worker) -> str:
+    """Describe the failures of a worker, with the last cause."""
     name, count = f"worker {worker.index}", worker.failures
     cause = f" {worker.last_exit}" if worker.last_exit is not None else ""
     if worker.load_error:
@@ -49,13 +50,14 @@ def _failure_of(worker: Worker) -> str:
 
 
 def _absence_of(missing: list[Worker]) -> str:
+    """Describe the state of workers that do not serve and have not failed."""
     states = {worker.state for worker in missing}
     if any(worker.is_replacement_pending for worker in missing):
-        return "a worker is being replaced in order, and requests are queued"
+        return "a worker is being replaced; requests are queued"
     if states & {State.STARTING, State.LOADING}:
         return "its workers are loading"
     if State.HUNG in states:
         return "a worker hung and is being replaced"
     if states & {State.LEAVING, State.STOPPING, State.STOPPED}:
-        return "its workers are leaving"
-    return "its workers have not come yet" if missing else ""
+        return "its workers are draining or stopped"
+    return "its workers have not attached yet" if missing else ""

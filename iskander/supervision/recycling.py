@@ -22,27 +22,28 @@ from iskander.supervision.worker import NEVER, Worker
 log = logging.getLogger("iskander.supervisor")
 
 PERIOD_S = 1.0
-"""Between two memory checks; one costs 10 us for each worker."""
+"""Interval of memory checks; a check costs 10 us for each worker."""
 SERVICE_MIN_NS = 10 * NS_PER_S
 """Service time of a worker before its memory is checked."""
 
 
 @dataclass(eq=False, repr=False)
 class Recycling:
-    """Selects workers to recycle and calls `on_due` with each; a limit of 0 is disabled."""
+    """Selects workers to recycle and calls `on_due` with each; a limit of 0 means no limit."""
 
     workers: Sequence[Worker]
     config: WorkersConfig
     on_due: Callable[[Worker], None]
 
     def __post_init__(self) -> None:
-        self._batches, self._rss_bytes = self.config.recycle_batches, self.config.recycle_rss_bytes
+        self._batches_max = self.config.recycle_batches
+        self._rss_bytes_max = self.config.recycle_rss_bytes
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Start the periodic check if a limit is set."""
-        if self._batches or self._rss_bytes:
+        if self._batches_max or self._rss_bytes_max:
             self._tick()
 
     def close(self) -> None:
@@ -55,7 +56,7 @@ class Recycling:
         """Start to count the batches of a new process."""
         worker.is_recycling = False
         worker.opened_ns = now_ns()
-        worker.recycle_at = worker.batches + self._batches if self._batches else NEVER
+        worker.recycle_at = worker.batches + self._batches_max if self._batches_max else NEVER
 
     def check(self, worker: Worker) -> None:
         """Recycle a worker above a limit, unless another one is being recycled."""
@@ -64,13 +65,13 @@ class Recycling:
         if any(other.is_recycling for other in self.workers):
             return
         if worker.batches >= worker.recycle_at:
-            count = worker.batches + self._batches - worker.recycle_at
-            reason = f"{count} batches, limit {self._batches} (`workers.recycle_batches`)"
-        elif self._rss_bytes and now_ns() - worker.opened_ns >= SERVICE_MIN_NS:
+            count = worker.batches + self._batches_max - worker.recycle_at
+            reason = f"{count} batches, limit {self._batches_max} (`workers.recycle_batches`)"
+        elif self._rss_bytes_max and now_ns() - worker.opened_ns >= SERVICE_MIN_NS:
             used = resident_bytes(worker.pid)
-            if used <= self._rss_bytes:
+            if used <= self._rss_bytes_max:
                 return
-            reason = f"{used} bytes, limit {self._rss_bytes} (`workers.recycle_rss_bytes`)"
+            reason = f"{used} bytes, limit {self._rss_bytes_max} (`workers.recycle_rss_bytes`)"
         else:
             return
         worker.is_recycling = True

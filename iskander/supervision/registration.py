@@ -74,7 +74,7 @@ class RegistrationListener:
 
 
 def slot_for(workers: Iterable[Worker], pid: int, hello: Hello) -> Worker:
-    """Return the slot for a process: its spawn slot, its previous one, or any in its group."""
+    """Return the slot that started a process, its previous slot, or any free one of its group."""
     free = [each for each in workers if each.state in FREE_STATES and not each.is_registering]
     free = [each for each in free if each.plan.pool == hello.pool]
     own = [each for each in free if each.child is not None and each.child.pid == pid]
@@ -89,7 +89,7 @@ def slot_for(workers: Iterable[Worker], pid: int, hello: Hello) -> Worker:
 
 
 async def create_memory(worker: Worker, incarnation: int, pid: int, arena: ArenaConfig) -> None:
-    """Create a worker's segments, the output arena on a thread, and reserve the slot meanwhile.
+    """Create a worker's segments, the output arena on a thread; the slot is reserved meanwhile.
 
     Raises SegmentError if the system refused the memory, ProtocolError if the slot was stopped.
     """
@@ -101,7 +101,7 @@ async def create_memory(worker: Worker, incarnation: int, pid: int, arena: Arena
     try:
         output = await asyncio.shield(creation)
     except asyncio.CancelledError:
-        creation.add_done_callback(_close)
+        creation.add_done_callback(_close_segment)
         raise
     finally:
         worker.is_registering = False
@@ -112,7 +112,7 @@ async def create_memory(worker: Worker, incarnation: int, pid: int, arena: Arena
     log_backing(log, f"output arena of worker {index}", worker.backing)
 
 
-def _close(creation: asyncio.Future[Segment]) -> None:
+def _close_segment(creation: asyncio.Future[Segment]) -> None:
     if creation.exception() is None:
         creation.result().close()
 
@@ -138,7 +138,7 @@ def welcome(
         output_bytes=len(worker.output),
         beat_bytes=HEARTBEAT_BYTES,
         reattach_s=settings.reattach_s,
-        siblings=member.siblings,
+        siblings=member.peers,
         has_one_pool=settings.thread_pool == "worker",
         busy_poll_us=settings.busy_poll_us,
         channel=channel,

@@ -1,8 +1,8 @@
 """Worker processes: start, restart with backoff, and exit counts.
 
-A restart follows a failure after a doubling backoff, and an orderly exit at once. An exit before
-the models are loaded is a boot failure, a later one a crash; `workers.crash_loop` of them in a row
-are a crash loop.
+A process is restarted after a doubling backoff if it failed, and at once after an orderly exit. An
+exit before the models are loaded is a boot failure, a later one a crash; `workers.crash_loop` of
+them in a row are a crash loop.
 
 Runs on: gateway loop.
 """
@@ -30,7 +30,7 @@ ADOPTION_POLL_S = 0.1
 """Poll interval for a worker of an earlier gateway, which may be busy."""
 BOOT_STARTS_MAX = 3
 QUEUE_BACKOFF_MAX_S = 2.0
-"""The longest backoff during which requests are queued for the next process."""
+"""Longest backoff during which requests are queued for the next process."""
 
 
 class Timers:
@@ -106,7 +106,7 @@ class Spawner:
         worker.is_replacement_pending = has_served and pause_s <= QUEUE_BACKOFF_MAX_S
         self._spawn_in(worker, pause_s)
         if is_loop:
-            self.on_event(worker, Event.LOOPED)
+            self.on_event(worker, Event.CRASH_LOOP)
 
     def spawn_next(self, worker: Worker) -> None:
         """Start a process at once after an orderly exit."""
@@ -120,7 +120,7 @@ class Spawner:
         worker.exit_counts["boot_failure"] += 1
         if worker.loading_title:
             title = worker.loading_title
-            worker.load_error = f"model `{title}`: its process ended while it loaded it"
+            worker.load_error = f"model `{title}`: the worker ended during the load"
         detail = f": {worker.load_error}" if worker.load_error else ""
         text = "worker %d ended before it had loaded its models: failure %d in a row%s"
         log.error(text, worker.index, worker.failures, detail)
@@ -158,14 +158,14 @@ class Spawner:
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
         is_current = worker.reap(child)
-        end = worker.last_exit
-        assert end is not None
-        if end.code:
-            log.warning("worker process %d ended %s%s", child.pid, end, end.explanation)
-        self.on_exit(worker, end)
+        last_exit = worker.last_exit
+        assert last_exit is not None
+        if last_exit.code:
+            log.warning("worker process %d ended %s%s", child.pid, last_exit, last_exit.explanation)
+        self.on_exit(worker, last_exit)
         if not is_current:
             return
         if not worker.has_been_ready and worker.starts >= BOOT_STARTS_MAX:
             text = f"worker {worker.index} ended {worker.starts} times before it was ready"
-            self.boot_error = NotReady(f"{text}, the last time {end}{end.explanation}")
+            self.boot_error = NotReady(f"{text}, the last time {last_exit}{last_exit.explanation}")
         self.on_event(worker, Event.EXITED)

@@ -51,7 +51,7 @@ STOP_S = 5.0
 
 
 class ServedModels(Protocol):
-    """The models of the repository, as far as the supervisor needs them; it sets `workers`."""
+    """The model registry, as the supervisor uses it; the supervisor sets `workers`."""
 
     by_key: dict[int, Lane]
     freshness: FileFreshness
@@ -103,7 +103,7 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._timers = timers = Timers()
         lanes, on_event, is_first = models.by_key, self._on_event, member.is_first
-        capacity, refuse = usable_bytes(config.arena.output_bytes), dispatcher.reject_queued
+        capacity, reject = usable_bytes(config.arena.output_bytes), dispatcher.reject_queued
         self.loading = ModelLoader(
             lanes, workers, capacity, models.freshness, on_event, self._on_load_error
         )
@@ -112,14 +112,14 @@ class Supervisor:
             int(settings.hang_s * NS_PER_S),
             self._on_hung,
             factor=settings.hang_factor,
-            is_shared=bool(member.siblings) and is_first,
+            is_shared=bool(member.peers) and is_first,
         )
         self.recycling = Recycling(
             workers, settings, lambda worker: on_event(worker, Event.RECYCLE_DUE)
         )
-        self._no_worker_timeout = NoWorkerTimeout(lanes, workers, settings.start_s, refuse)
+        self._no_worker_timeout = NoWorkerTimeout(lanes, workers, settings.start_s, reject)
         self._quarantines = Quarantines(
-            lanes, workers, settings, is_first, self.loading, refuse, on_event, self.notify_change
+            lanes, workers, settings, is_first, self.loading, reject, on_event, self.notify_change
         )
         on_exit = self._quarantines.on_exit
         self._spawner = Spawner(settings, folder, is_first, timers, on_event, on_exit)
@@ -175,7 +175,7 @@ class Supervisor:
         self.recycling.close()
         for worker in self.workers:
             self._on_event(worker, Event.STOP)
-        limit_s = STOP_S + (self.config.server.drain_s if self.member.siblings else 0)
+        limit_s = STOP_S + (self.config.server.drain_s if self.member.peers else 0)
         deadline_ns = now_ns() + int(limit_s * NS_PER_S)
         while any(w.state is not State.STOPPED or w.child is not None for w in self.workers):
             if now_ns() > deadline_ns:
@@ -190,7 +190,7 @@ class Supervisor:
         self.release_workers()
 
     def release_workers(self) -> None:
-        """Release everything, and leave the workers to the siblings and the next gateway."""
+        """Release all resources; the workers keep running for the peers or the next gateway."""
         timers = (self._timers, self._watchdog, self.recycling, self._no_worker_timeout)
         for part in (*timers, self._quarantines, self._listener):
             part.close()
@@ -202,8 +202,8 @@ class Supervisor:
             self._zmq_paths.remove()
 
     async def abandon(self) -> None:
-        """Undo a failed start; workers that siblings use stay."""
-        if not self.member.siblings:
+        """Undo a failed start; workers that peers use keep running."""
+        if not self.member.peers:
             return await self.stop()
         for worker in self.workers:
             if worker.child is not None:
@@ -236,7 +236,7 @@ class Supervisor:
         if isinstance(message, messages.Stepped):
             self.models.by_key[message.model].metrics.on_stepped(message.steps)
         elif isinstance(message, messages.Leaving):
-            self._on_event(worker, Event.LEFT)
+            self._on_event(worker, Event.DRAIN_REQUESTED)
         elif isinstance(message, messages.Notice):
             worker.notices.append(message.text)
             log.warning("worker %d: %s", worker.index, message.text)
@@ -246,8 +246,8 @@ class Supervisor:
             self.notify_change()
 
     def on_malformed(self, worker: Worker, error: Exception) -> None:
-        """End the worker: the lost frame may have been a result that a request needs."""
-        log.error("worker %d is ended: malformed frame: %s", worker.index, error)
+        """End the worker, since the lost frame may have been the result of a batch."""
+        log.error("malformed frame from worker %d, which is killed: %s", worker.index, error)
         self._end_worker(worker, worker.incarnation)
 
     def on_end(self, worker: Worker, channel: Channel) -> None:
@@ -260,7 +260,7 @@ class Supervisor:
         self._loop.call_soon(self._end_worker, self.workers[slot.index], slot.incarnation)
 
     def _end_worker(self, worker: Worker, incarnation: int) -> None:
-        """End an unresponsive process, unless the slot has another one."""
+        """End a process, unless the slot has another one by now."""
         if incarnation == worker.incarnation:
             is_loading = worker.state is State.LOADING
             self._on_event(worker, Event.LOAD_FAILED if is_loading else Event.HUNG)
@@ -271,7 +271,7 @@ class Supervisor:
 
     async def _register(self, connection: socket.socket, pid: int, hello: messages.Hello) -> None:
         """Give a worker its slot, memory and models."""
-        self._quarantines.follow(hello)
+        self._quarantines.follow_isolation(hello)
         worker = slot_for(self.workers, pid, hello)
         self._incarnation += 1
         try:
@@ -291,17 +291,17 @@ class Supervisor:
         if not worker.has_been_ready:
             self._spawner.boot_error = error
 
-    def _on_hung(self, worker: Worker, silent_ns: int) -> None:
+    def _on_hung(self, worker: Worker, since_beat_ns: int) -> None:
         worker.was_stopped = worker.is_stopped
-        text = "worker %d has been silent for %d ms, %s: it is ended"
-        log.error(text, worker.index, silent_ns // NS_PER_MS, _running_batch(worker))
+        text = "worker %d hangs: no heartbeat for %d ms, %s"
+        log.error(text, worker.index, since_beat_ns // NS_PER_MS, _running_batch(worker))
         self._on_event(worker, Event.HUNG)
 
-    def _later(self, worker: Worker, delay_s: float, event: Event) -> None:
+    def _set_timer(self, worker: Worker, delay_s: float, event: Event) -> None:
         self._timers.set(worker, delay_s, self._on_event, worker, event)
 
     def _load(self, worker: Worker) -> None:
-        self._later(worker, self._settings.start_s, Event.TIMED_OUT)
+        self._set_timer(worker, self._settings.start_s, Event.TIMED_OUT)
         self.loading.load_next(worker)
 
     def _open(self, worker: Worker) -> None:
@@ -311,7 +311,7 @@ class Supervisor:
         if self.member.is_first:
             self.recycling.on_open(worker)
         if worker.failures:
-            self._later(worker, STEADY_S, Event.STEADY)
+            self._set_timer(worker, STEADY_S, Event.STEADY)
         self.dispatcher.open(worker)
         self.loading.load_next(worker)
 
@@ -322,7 +322,7 @@ class Supervisor:
 
     def _drain(self, worker: Worker) -> None:
         assert worker.channel is not None
-        self._later(worker, self.config.server.drain_s, Event.TIMED_OUT)
+        self._set_timer(worker, self.config.server.drain_s, Event.TIMED_OUT)
         worker.channel.send(messages.encode([messages.Drain(self._is_stopping)]))
         self.loading.on_leaving(worker, is_stopping=self._is_stopping)
 
@@ -330,21 +330,21 @@ class Supervisor:
         if worker.in_flight:
             log.error("worker %d has ended, %s", worker.index, _running_batch(worker))
         # Before the heartbeat is unmapped, which identifies the running batch.
-        self._quarantines.suspect(worker)
+        self._quarantines.record_running_model(worker)
         self.dispatcher.on_lost(worker)
         self.loading.on_lost(worker)
         worker.detach()
 
     def _abort(self, worker: Worker) -> None:
-        self._later(worker, ABORT_S, Event.TIMED_OUT)
+        self._set_timer(worker, ABORT_S, Event.TIMED_OUT)
         worker.dump()
 
     def _kill(self, worker: Worker) -> None:
-        """Kill the process, or release one that siblings use and that failed only here."""
-        is_theirs = bool(self.member.siblings) and (
+        """Kill the process, or only detach from it if peers may still use it."""
+        is_used_by_peers = bool(self.member.peers) and (
             not self.member.is_first or (worker.state is State.LOADING and worker.child is None)
         )
-        if not is_theirs:
+        if not is_used_by_peers:
             worker.kill()
         elif worker.channel is not None:
             self._loop.remove_reader(worker.channel)

@@ -117,7 +117,7 @@ def _nodes(sysfs: Path) -> dict[int, int]:
 
 
 def _lowest(folders: dict[int, Path], sharers: Callable[[Path], tuple[int, ...]]) -> dict[int, int]:
-    """Map each cpu to the lowest cpu of its sharers; one file is read for all of them."""
+    """Map each cpu to the lowest cpu of its core or cache; one file is read for all its sharers."""
     lowest: dict[int, int] = {}
     for number, folder in folders.items():
         if number not in lowest:

@@ -1,12 +1,11 @@
 """Detection of workers that hang: no heartbeat while they have batches.
 
 The limit is `workers.hang_s`. With enough run times of a model it is a multiple of the slowest run
-of a similar batch, at least `LIMIT_MIN_NS`. A worker that also loads a model has `hang_s`, since a
-load may block its interpreter.
+of a similar batch, at least `LIMIT_MIN_NS`. While a worker also loads a model, its
+limit is `hang_s`, since a load may block its interpreter.
 
-A check runs when the next limit may have passed. A worker without batches cannot reach it before
-the least limit from now, so an idle gateway checks every 2 s. A hang is detected within a
-millisecond of its limit.
+The next check runs when the first limit can expire. Without batches that is the shortest limit from
+now, so an idle gateway checks every 2 s. A hang is detected within a millisecond of its limit.
 
 Runs on: gateway loop.
 """
@@ -22,8 +21,8 @@ from iskander.supervision.lifecycle import State
 from iskander.supervision.worker import Worker
 
 LATE_NS = NS_PER_S
-"""A check this late means a frozen container: the workers did not run either, so their limits start
-anew."""
+"""A check this late means a frozen container: the workers did not run either, so their limits
+restart."""
 PERIOD_MIN_NS = NS_PER_MS
 LIMIT_MIN_NS = 2 * NS_PER_S
 """The shortest limit: a busy machine may delay a process for as long."""
@@ -36,7 +35,7 @@ class Watchdog:
     """Checks the heartbeats of workers that have batches.
 
     Attributes:
-        on_hung: Called once for each process, with the length of its silence.
+        on_hung: Called once for each process, with the time since its last heartbeat or batch.
         factor: The limit in multiples of the slowest run; 0: always `hang_ns`.
         is_shared: Other gateway processes send batches too, so every serving worker is checked.
     """

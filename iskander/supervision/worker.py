@@ -100,7 +100,10 @@ class SlotPlan(msgspec.Struct, frozen=True):
 
 
 def worker_command(python: str) -> list[str]:
-    """Return the worker command for an interpreter (empty: this one), installed there or not."""
+    """Return the worker command for an interpreter, which need not have Iskander installed.
+
+    Empty: this interpreter.
+    """
     if not python:
         return [sys.executable, "-P", "-m", "iskander_worker"]
     packages = [find_spec(name) for name in ("iskander", "iskander_worker")]
@@ -131,22 +134,22 @@ class Worker(WorkerSlot):
 
     Attributes:
         child: The process, if this gateway started it and has not reaped it.
-        asked: Key of the model that it loads, since `load_started_ns`; None if it loads none.
+        loading_key: Key of the model that it loads, since `load_started_ns`; None if it loads none.
         loading_title: Model of the last unanswered `Load`; empty for none.
-        refused: Load errors by model key.
+        load_errors: Load errors by model key.
         load_error: Load error that ended the last process; empty for none.
         recycle_at: Value of `batches` at which the process is recycled.
         failures: Consecutive unexpected exits, without steady service between them.
-        ends: Exits by kind: crash, hang, boot_failure, replaced.
+        exit_counts: Exits by kind: crash, hang, boot_failure, replaced.
         is_recycling: It exceeds a limit of batches or memory and is being replaced.
         is_replacement_pending: Its queues accept requests until the next process is ready.
         is_registering: The slot is reserved for a registration in progress.
-        is_hung: Its heartbeat stopped, and it is being ended.
+        is_hung: Its heartbeat stopped, and it is being killed.
         was_stopped: It hung because of a SIGSTOP.
         has_been_ready: The slot was ready at least once, the last time since `opened_ns`.
         was_loaded: The previous process had loaded its models.
-        notices: Degradations of the process, such as refused memory locks.
-        history: Last events, for the operator.
+        notices: Requests that the system denied to the process, such as memory locks.
+        history: Last events with their time and the state after them.
     """
 
     def __init__(self, plan: SlotPlan, *, is_ours: bool = True) -> None:
@@ -194,7 +197,7 @@ class Worker(WorkerSlot):
 
     def reap(self, child: Child) -> bool:
         """Record the exit of a child; return False if the slot already has another process."""
-        # Ends what the model's code forked. Until the child is waited for, its pid is not reused.
+        # Kills the processes that the model's code forked. Before `wait`, the pid is not reused.
         if self.plan.pool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -258,7 +261,7 @@ class Worker(WorkerSlot):
         self._signal(signal.SIGKILL)
 
     def dump(self) -> None:
-        """End the process with a stack in its log, if it can write one."""
+        """Send SIGABRT: the process writes its stack to its log, if it can, and ends."""
         self._signal(signal.SIGABRT)
 
     def _signal(self, number: signal.Signals) -> None:

@@ -101,7 +101,7 @@ class AdminServer:
 def _bind(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > PORT_MAX:
-        raise ConfigError(f"admin.address {address}: wanted HOST:PORT or [IPV6]:PORT")
+        raise ConfigError(f"admin.address {address}: expected HOST:PORT or [IPV6]:PORT")
     listener = None
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(

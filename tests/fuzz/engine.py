@@ -2,12 +2,12 @@
 
 A target is a module in `targets/` with
 
-    seeds() -> list[bytes]                    inputs to begin with, beside those in `corpus/NAME/`
+    seeds() -> list[bytes]                    initial inputs, in addition to `corpus/NAME/`
     mutate(raw, other, random) -> bytes       a change that keeps most of the input's structure
     run(raw) -> None                          AssertionError: the parser and its reference disagree
     ITERATIONS                                mutations in the short run of the test suite
 
-Any exception that leaves `run` is a finding.
+Any exception raised by `run` is a finding.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from fuzz import mutation
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parent.parent
 CORPUS: Final = HERE / "corpus"
-FOUND: Final = ROOT / "build" / "fuzz"
+FINDINGS: Final = ROOT / "build" / "fuzz"
 INPUT_S: Final = 5.0
-"""Processor time of one input; beyond it the input is a finding."""
+"""Limit of CPU time for one input; above it the input is a finding."""
 INPUT_BYTES_MAX: Final = 8192
-KEPT_BYTES_MAX: Final = 2048
-"""Of an input that is added to the corpus."""
+CORPUS_BYTES_MAX: Final = 2048
+"""Maximum size of an input that is added to the corpus."""
 PRODUCT: Final = str(ROOT / "iskander")
 SHRINK_RUNS: Final = 2000
 BLIND_SHARE: Final = 0.2
-"""Of mutations that know nothing of the format."""
+"""Share of mutations that ignore the format."""
 _LENGTH: Final = struct.Struct("<I")
 
 
 class Hang(BaseException):
-    """An input took more processor time than any may; no handler of the product catches it."""
+    """An input exceeded its CPU time; a BaseException, so no handler of the product catches it."""
 
 
 class Target(NamedTuple):
@@ -63,7 +63,7 @@ class Finding(NamedTuple):
     """An input that failed.
 
     Attributes:
-        key: Equal for findings that are likely the same.
+        key: Equal for findings with the same likely cause.
         text: The traceback.
     """
 
@@ -95,7 +95,7 @@ def name_of(raw: bytes) -> str:
 
 
 def mutated(target: Target, raw: bytes, random: Random) -> bytes:
-    """A changed input: some by the target's structure, some blindly."""
+    """A mutated input, by the target's structure or blindly."""
     other = random.choice(target.inputs)
     for _ in range(1 + min(int(random.expovariate(1.0)), 6)):
         change = mutation.flip if random.random() < BLIND_SHARE else target.mutate
@@ -104,7 +104,7 @@ def mutated(target: Target, raw: bytes, random: Random) -> bytes:
 
 
 def check(target: Target, raw: bytes) -> Finding | None:
-    """Run one input; return what failed."""
+    """Run one input; return its finding, if any."""
     try:
         with bounded():
             target.run(raw)
@@ -116,7 +116,7 @@ def check(target: Target, raw: bytes) -> Finding | None:
 def fuzz(
     target: Target, seed: int, iterations: int | None, seconds: float | None
 ) -> Iterator[tuple[int, Finding | None]]:
-    """Run mutations until a count or time is reached; yields the number and what failed."""
+    """Run mutations until a count or time is reached; yields the number and the finding."""
     random = Random(f"{target.name} {seed}")
     until = None if seconds is None else time.monotonic() + seconds
     number = 0
@@ -132,44 +132,44 @@ class Findings:
     """Keeps one input of each kind of finding.
 
     Args:
-        name: Of the target; its folder is `build/fuzz/NAME`.
+        name: The target's name; its folder is `build/fuzz/NAME`.
     """
 
     def __init__(self, name: str) -> None:
-        self.folder = FOUND / name
+        self.folder = FINDINGS / name
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.found: dict[str, Path] = {}
+        self.paths: dict[str, Path] = {}
 
     def add(self, finding: Finding) -> bool:
-        """Keep a finding; return whether it is of a new kind."""
-        if finding.key in self.found:
+        """Keep a finding; return whether its key is new."""
+        if finding.key in self.paths:
             return False
-        path = self.found[finding.key] = self.folder / name_of(finding.raw)
+        path = self.paths[finding.key] = self.folder / name_of(finding.raw)
         path.write_bytes(finding.raw)
         path.with_suffix(".txt").write_text(f"{finding.key}\n\n{finding.text}")
         return True
 
 
 class LastInput:
-    """The input that is being run, in a file that outlives a crash of the interpreter."""
+    """The current input, in a file that is still there after a crash of the interpreter."""
 
     def __init__(self, name: str) -> None:
-        self.path = FOUND / name / "last.bin"
+        self.path = FINDINGS / name / "last.bin"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
-    def note(self, raw: bytes) -> None:
-        """Write it down."""
+    def record(self, raw: bytes) -> None:
+        """Write an input to the file."""
         os.pwrite(self._file, _LENGTH.pack(len(raw)) + raw, 0)
 
     def read(self) -> bytes:
-        """What was written last."""
+        """The last written input."""
         raw = self.path.read_bytes()
         return raw[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(raw)[0]]
 
 
 def shrunk(target: Target, finding: Finding) -> Finding:
-    """A smaller input with the same finding: pieces are left out while it stays."""
+    """A smaller input with the same finding, by leaving out pieces."""
     size, runs = max(len(finding.raw) // 2, 1), 0
     while size:
         at = 0
@@ -185,7 +185,7 @@ def shrunk(target: Target, finding: Finding) -> Finding:
 
 
 def reached(target: Target, raw: bytes) -> set[tuple[str, int, int]]:
-    """Steps from line to line of the product that an input takes."""
+    """Transitions between lines of the product that an input executes."""
     steps: set[tuple[str, int, int]] = set()
 
     def enter(frame: FrameType, event: str, _: Any) -> Any:
@@ -202,32 +202,32 @@ def reached(target: Target, raw: bytes) -> set[tuple[str, int, int]]:
 
         return step
 
-    was = sys.gettrace()
+    previous = sys.gettrace()
     sys.settrace(enter)
     try:
         check(target, raw)
     finally:
-        sys.settrace(was)
+        sys.settrace(previous)
     return steps
 
 
-def collect(name: str, found: list[bytes]) -> list[bytes]:
-    """Of inputs that were found, the smallest that take steps which no recorded one takes."""
+def collect(name: str, candidates: list[bytes]) -> list[bytes]:
+    """The smallest candidates with line transitions that no recorded input has."""
     target = load(name)
-    known: set[tuple[str, int, int]] = set()
+    known_steps: set[tuple[str, int, int]] = set()
     for raw in target.inputs:
-        known |= reached(target, raw)
-    kept: list[bytes] = []
-    for raw in sorted(found, key=len):
-        if len(raw) <= KEPT_BYTES_MAX and (new := reached(target, raw) - known):
-            known |= new
-            kept.append(raw)
-    return kept
+        known_steps |= reached(target, raw)
+    selected: list[bytes] = []
+    for raw in sorted(candidates, key=len):
+        if len(raw) <= CORPUS_BYTES_MAX and (new := reached(target, raw) - known_steps):
+            known_steps |= new
+            selected.append(raw)
+    return selected
 
 
 @contextmanager
 def bounded(seconds: float = INPUT_S) -> Iterator[None]:
-    """Raise `Hang` where the block takes more processor time than that."""
+    """Raise `Hang` if the block exceeds its CPU time."""
     before = signal.signal(signal.SIGVTALRM, _on_alarm)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
@@ -238,11 +238,11 @@ def bounded(seconds: float = INPUT_S) -> Iterator[None]:
 
 
 def _on_alarm(number: int, frame: FrameType | None) -> None:
-    raise Hang(f"an input took more than {INPUT_S:g} s of processor time")
+    raise Hang(f"an input took more than {INPUT_S:g} s of CPU time")
 
 
 def _key(error: BaseException) -> str:
-    """The exception's type, where it was raised, and the beginning of what it says."""
+    """The exception's type, the last stack frames, and the beginning of its text."""
     steps = traceback.extract_tb(error.__traceback__)
     where = [
         f"{Path(each.filename).name}:{each.lineno}"

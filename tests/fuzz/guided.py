@@ -1,6 +1,6 @@
-"""One target under atheris (libFuzzer): inputs that reach new code are kept and mutated further.
+"""Coverage-guided fuzzing of one target with atheris (libFuzzer).
 
-Started by `run.py` as a process of its own, since libFuzzer ends the process that it runs in.
+`run.py` starts it as a child process, because libFuzzer ends its process.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import atheris
 from fuzz import engine, mutation
 
 STRUCTURED = 0.7
-"""Of mutations; the others are libFuzzer's own."""
+"""Share of mutations by the target; libFuzzer makes the others."""
 
 
 def main(name: str, seconds: str, seed: str, corpus: str) -> None:
-    """Fuzz for so many seconds; inputs are read from the corpus folder, and new ones go there."""
+    """Fuzz for a number of seconds; reads inputs from the corpus folder and adds new ones."""
     with atheris.instrument_imports(
         include=["iskander", "hpack", "h11", "uvicorn"], enable_loader_override=False
     ):
@@ -27,18 +27,18 @@ def main(name: str, seconds: str, seed: str, corpus: str) -> None:
     def run(raw: bytes) -> None:
         finding = engine.check(target, raw)
         if finding is not None and findings.add(finding):
-            print(f"FINDING {findings.found[finding.key]} {finding.key}", flush=True)
+            print(f"FINDING {findings.paths[finding.key]} {finding.key}", flush=True)
 
-    def mutate(raw: bytes, most: int, number: int) -> bytes:
+    def mutate(raw: bytes, size_max: int, number: int) -> bytes:
         random = Random(number)
         if random.random() > STRUCTURED:
-            changed: bytes = atheris.Mutate(raw, most)
+            changed: bytes = atheris.Mutate(raw, size_max)
             return changed
         other = random.choice(target.inputs)
         for _ in range(random.choice((1, 1, 2, 4))):
             change = target.mutate if random.random() < 0.8 else mutation.flip
             raw = change(raw, other, random)
-        return raw[:most]
+        return raw[:size_max]
 
     options = [
         f"-max_total_time={seconds}",
@@ -47,7 +47,7 @@ def main(name: str, seconds: str, seed: str, corpus: str) -> None:
         "-timeout=60",
         "-rss_limit_mb=4096",
         "-print_final_stats=1",
-        f"-artifact_prefix={engine.FOUND / name}/",
+        f"-artifact_prefix={engine.FINDINGS / name}/",
     ]
     atheris.Setup([sys.argv[0], *options, corpus], run, custom_mutator=mutate)
     atheris.Fuzz()

@@ -20,7 +20,7 @@ NUMBERS: Final = (
 
 
 def number(random: Random, near: int = 0) -> int:
-    """An unsigned number: one of interest, one near another, or any."""
+    """An unsigned number: a boundary value, one near `near`, or a random one."""
     kind = random.randrange(4)
     if kind == 0:
         return random.choice(NUMBERS)
@@ -31,13 +31,13 @@ def number(random: Random, near: int = 0) -> int:
     return random.getrandbits(random.choice((8, 16, 31, 32, 63, 64)))
 
 
-def text(random: Random, alphabet: str, most: int) -> str:
+def text(random: Random, alphabet: str, length_max: int) -> str:
     """Characters of an alphabet."""
-    return "".join(random.choice(alphabet) for _ in range(random.randrange(most + 1)))
+    return "".join(random.choice(alphabet) for _ in range(random.randrange(length_max + 1)))
 
 
 def flip(raw: bytes, other: bytes, random: Random) -> bytes:
-    """Change bytes without knowing what they are."""
+    """Change bytes regardless of the format."""
     if not raw:
         return random.randbytes(random.randrange(1, 9))
     at = random.randrange(len(raw))
@@ -66,15 +66,15 @@ def flip(raw: bytes, other: bytes, random: Random) -> bytes:
 
 
 def patch(raw: bytes, random: Random, formats: Sequence[str] = ("<i", "<q", "<H")) -> bytes:
-    """Write a number of interest over aligned bytes, as headers of fixed layouts have them."""
+    """Overwrite an aligned integer with another number, for headers of fixed layout."""
     kind = struct.Struct(random.choice(formats))
     places = len(raw) // kind.size
     if not places:
         return flip(raw, raw, random)
     at = random.randrange(places) * kind.size
-    (was,) = kind.unpack_from(raw, at)
-    wanted = number(random, int(was)) & ((1 << 8 * kind.size) - 1)
-    return raw[:at] + wanted.to_bytes(kind.size, "little") + raw[at + kind.size :]
+    (current,) = kind.unpack_from(raw, at)
+    value = number(random, int(current)) & ((1 << 8 * kind.size) - 1)
+    return raw[:at] + value.to_bytes(kind.size, "little") + raw[at + kind.size :]
 
 
 def shuffle(
@@ -84,7 +84,7 @@ def shuffle(
     change: Callable[[Element], Element],
     make: Callable[[], Element] | None = None,
 ) -> list[Element]:
-    """Change a sequence: an element in place, or which there are and in what order."""
+    """Change a sequence: replace, insert, delete, repeat or swap elements."""
     items = list(items)
     kind = random.randrange(10)
     if make is not None and (kind == 0 or not items):
@@ -111,7 +111,7 @@ def shuffle(
 
 
 class Field(NamedTuple):
-    """A protobuf field: value is a number, or bytes."""
+    """A protobuf field; its value is a number or bytes."""
 
     number: int
     kind: int
@@ -119,7 +119,7 @@ class Field(NamedTuple):
 
 
 def split_fields(raw: bytes) -> list[Field] | None:
-    """The fields of a message; None where it is none."""
+    """The fields of a message; None if it is malformed."""
     fields, at = [], 0
     try:
         while at < len(raw):
@@ -141,7 +141,7 @@ def split_fields(raw: bytes) -> list[Field] | None:
 
 
 def join_fields(fields: list[Field], random: Random | None = None) -> bytes:
-    """A message; at times with a tag or length in more bytes than it needs."""
+    """A message; some tags and lengths have more bytes than needed."""
     pieces = []
     for number_, kind, value in fields:
         pieces.append(_encoded(number_ << 3 | kind, random))
@@ -159,9 +159,9 @@ def protobuf(raw: bytes, other: bytes, random: Random, numbers: Sequence[int]) -
 
     Args:
         raw: The message.
-        other: Another one, whose fields it may get.
-        random: Of the run.
-        numbers: Of fields that are made anew.
+        other: A second message, as a source of fields.
+        random: The run's generator.
+        numbers: Numbers of new fields.
     """
     fields = split_fields(raw)
     if fields is None:
@@ -172,30 +172,32 @@ def protobuf(raw: bytes, other: bytes, random: Random, numbers: Sequence[int]) -
         if kind == 0:
             return field._replace(number=random.choice(numbers))
         if kind == 1:
-            return _made(random, numbers)
+            return _new_field(random, numbers)
         if field.kind == 0:
             return field._replace(value=number(random, field.value) & ((1 << 64) - 1))
         if field.kind == 2 and random.randrange(3) and field.value:
             return field._replace(value=protobuf(field.value, other, random, numbers))
-        return field._replace(value=_sized(field.kind, flip(field.value, other, random)))
+        return field._replace(value=_with_length(field.kind, flip(field.value, other, random)))
 
     changed = shuffle(
-        fields, split_fields(other) or [], random, change, lambda: _made(random, numbers)
+        fields, split_fields(other) or [], random, change, lambda: _new_field(random, numbers)
     )
     return join_fields(changed, random)
 
 
-def _made(random: Random, numbers: Sequence[int]) -> Field:
+def _new_field(random: Random, numbers: Sequence[int]) -> Field:
     number_ = random.choice((*numbers, number(random) & ((1 << 29) - 1)))
     kind = random.choice((0, 1, 2, 2, 2, 5, 3, 4))
     if kind == 0:
         return Field(number_, kind, number(random) & ((1 << 64) - 1))
-    return Field(number_, kind, _sized(kind, random.randbytes(random.choice((0, 1, 3, 8, 200)))))
+    return Field(
+        number_, kind, _with_length(kind, random.randbytes(random.choice((0, 1, 3, 8, 200))))
+    )
 
 
-def _sized(kind: int, value: bytes) -> bytes:
-    wanted = {1: 8, 5: 4, 3: 0, 4: 0}.get(kind, len(value))
-    return value[:wanted].ljust(wanted, b"\0")
+def _with_length(kind: int, value: bytes) -> bytes:
+    length = {1: 8, 5: 4, 3: 0, 4: 0}.get(kind, len(value))
+    return value[:length].ljust(length, b"\0")
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Fuzz the parsers: `python tests/fuzz/run.py [TARGET ...] --seconds 30 --seed 1`.
 
-With atheris (`pip install -e '.[fuzz]'`) mutation is guided by coverage; without it, or with
-`--blind`, only by each target's structure. Findings go to `build/fuzz/TARGET/`, and a line of JSON
-for each target to `--log`. Returns 1 where there are findings.
+With atheris (`pip install -e '.[fuzz]'`) coverage guides mutation; without it, or with `--blind`,
+only each target's structure does. Findings go to `build/fuzz/TARGET/`, and a line of JSON for each
+target to `--log`. Returns 1 if there are findings.
 """
 
 from __future__ import annotations
@@ -22,51 +22,55 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fuzz import engine
 
-SPARE_S = 120.0
-"""Beyond its seconds, a process that fuzzes is ended: an input holds it in native code."""
+GRACE_S = 120.0
+"""Grace period before a fuzzing process is killed: an input blocks it in native code."""
 ROUND_S = 900.0
-"""A guided process is started anew after that: libFuzzer's memory grows with its time."""
+"""A guided process is restarted after this time, because libFuzzer's memory grows."""
 
 
 def main() -> int:
     """Parse the command line, fuzz each target in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(engine.names()))
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each target")
+    parser.add_argument("--seconds", type=float, default=30.0, help="time for each target")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--blind", action="store_true", help="without coverage")
-    parser.add_argument("--log", type=Path, help="a line of JSON for each target is added to it")
-    parser.add_argument("--repeat", type=Path, help="run one input of one target and print why")
-    parser.add_argument("--shrink", type=Path, help="make a finding of one target smaller")
+    parser.add_argument("--log", type=Path, help="file to append a line of JSON for each target to")
     parser.add_argument(
-        "--collect", action="store_true", help="add what was found before to the corpus"
+        "--repeat", type=Path, help="run one input of one target and print its failure"
+    )
+    parser.add_argument("--shrink", type=Path, help="shrink a finding of one target")
+    parser.add_argument(
+        "--collect", action="store_true", help="add inputs of earlier runs to the corpus"
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    said = parser.parse_args()
-    chosen = said.targets or engine.names()
-    unknown = set(chosen) - set(engine.names())
+    arguments = parser.parse_args()
+    targets = arguments.targets or engine.names()
+    unknown = set(targets) - set(engine.names())
     if unknown:
         parser.error(f"no such target: {', '.join(sorted(unknown))}")
-    if said.child:
-        return blind_child(chosen[0], said.seconds, said.seed)
-    if said.repeat or said.shrink:
-        return repeat(chosen[0], said.repeat or said.shrink, is_shrunk=said.shrink is not None)
-    if said.collect:
-        return collect(chosen)
-    is_guided = not said.blind and importlib.util.find_spec("atheris") is not None
+    if arguments.child:
+        return blind_child(targets[0], arguments.seconds, arguments.seed)
+    if arguments.repeat or arguments.shrink:
+        return repeat(
+            targets[0], arguments.repeat or arguments.shrink, is_shrunk=arguments.shrink is not None
+        )
+    if arguments.collect:
+        return collect(targets)
+    is_guided = not arguments.blind and importlib.util.find_spec("atheris") is not None
     failed = 0
-    for name in chosen:
-        result = fuzzed(name, said.seconds, said.seed, is_guided=is_guided)
+    for name in targets:
+        result = fuzz(name, arguments.seconds, arguments.seed, is_guided=is_guided)
         failed += bool(result["findings"])
         print(json.dumps(result), flush=True)
-        if said.log is not None:
-            with said.log.open("a") as log:
+        if arguments.log is not None:
+            with arguments.log.open("a") as log:
                 log.write(json.dumps(result) + "\n")
     return min(failed, 1)
 
 
 def repeat(name: str, path: Path, *, is_shrunk: bool) -> int:
-    """Run one input; where it fails, print why, and keep a smaller one."""
+    """Run one input; print its failure, and shrink it on request."""
     target = engine.load(name)
     finding = engine.check(target, path.read_bytes())
     if finding is None:
@@ -80,15 +84,19 @@ def repeat(name: str, path: Path, *, is_shrunk: bool) -> int:
     return 1
 
 
-def collect(chosen: list[str]) -> int:
-    """Record inputs of guided runs that reach what no recorded one does."""
-    for name in chosen:
-        found = [path.read_bytes() for path in sorted((engine.FOUND / name / "corpus").glob("*"))]
-        kept = engine.collect(name, found)
+def collect(targets: list[str]) -> int:
+    """Record inputs of guided runs with new coverage."""
+    for name in targets:
+        candidates = [
+            path.read_bytes() for path in sorted((engine.FINDINGS / name / "corpus").glob("*"))
+        ]
+        selected = engine.collect(name, candidates)
         (engine.CORPUS / name).mkdir(parents=True, exist_ok=True)
-        for raw in kept:
+        for raw in selected:
             (engine.CORPUS / name / engine.name_of(raw)).write_bytes(raw)
-        print(f"{name}: {len(kept)} of {len(found)} inputs, {sum(map(len, kept))} bytes")
+        print(
+            f"{name}: {len(selected)} of {len(candidates)} inputs, {sum(map(len, selected))} bytes"
+        )
     return 0
 
 
@@ -98,49 +106,49 @@ def blind_child(name: str, seconds: float, seed: int) -> int:
     findings = engine.Findings(name)
     run = target.run
 
-    def noted(raw: bytes) -> None:
-        last.note(raw)
+    def record_and_run(raw: bytes) -> None:
+        last.record(raw)
         run(raw)
 
     count = 0
-    for number, finding in engine.fuzz(target._replace(run=noted), seed, None, seconds):
+    for number, finding in engine.fuzz(target._replace(run=record_and_run), seed, None, seconds):
         count = number
         if finding is not None and findings.add(finding):
-            print(f"FINDING {findings.found[finding.key]} {finding.key}", flush=True)
+            print(f"FINDING {findings.paths[finding.key]} {finding.key}", flush=True)
     print(f"stat::number_of_executed_units: {count}")
     return 0
 
 
-def fuzzed(name: str, seconds: float, seed: int, *, is_guided: bool) -> dict[str, Any]:
-    """Fuzz one target in processes of its own; return what came of it."""
+def fuzz(name: str, seconds: float, seed: int, *, is_guided: bool) -> dict[str, Any]:
+    """Fuzz one target in child processes; return the result."""
     result: dict[str, Any] = {"target": name, "guided": is_guided, "seed": seed}
     result |= {"seconds": 0, "executions": 0, "coverage": 0, "findings": []}
-    corpus = engine.FOUND / name / "corpus"
+    corpus = engine.FINDINGS / name / "corpus"
     if is_guided:
         corpus.mkdir(parents=True, exist_ok=True)
         for raw in engine.load(name).inputs:
             (corpus / engine.name_of(raw)).write_bytes(raw)
-    left = seconds
-    while left > 0:
-        part = min(left, ROUND_S)
-        left -= part
+    remaining = seconds
+    while remaining > 0:
+        round_s = min(remaining, ROUND_S)
+        remaining -= round_s
         if is_guided:
             script = f"import sys; sys.path.insert(0, {str(engine.HERE.parent)!r}); "
             script += "from fuzz import guided; guided.main(*sys.argv[1:])"
-            command = [sys.executable, "-c", script, name, f"{part:.0f}", str(seed), str(corpus)]
+            command = [sys.executable, "-c", script, name, f"{round_s:.0f}", str(seed), str(corpus)]
         else:
-            command = [sys.executable, __file__, name, "--child", "--seconds", str(part)]
+            command = [sys.executable, __file__, name, "--child", "--seconds", str(round_s)]
             command += ["--seed", str(seed)]
-        began = time.monotonic()
-        for line in lines_of(command, part + SPARE_S):
+        started = time.monotonic()
+        for line in output_lines(command, round_s + GRACE_S):
             read_line(line, result)
-        result["seconds"] += round(time.monotonic() - began)
+        result["seconds"] += round(time.monotonic() - started)
         seed += 1000
     return result
 
 
-def lines_of(command: list[str], seconds: float) -> Iterator[str]:
-    """What a process prints; and how it ended, where that is not as it should."""
+def output_lines(command: list[str], seconds: float) -> Iterator[str]:
+    """Output lines of a process, and a finding if it hangs or fails."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
@@ -149,7 +157,7 @@ def lines_of(command: list[str], seconds: float) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
-            output += "\nFINDING it did not end: an input holds it in native code"
+            output += "\nFINDING the process did not end: an input blocks it in native code"
         yield from output.splitlines()
         if process.returncode:
             tail = " / ".join(output.splitlines()[-3:])
@@ -157,13 +165,13 @@ def lines_of(command: list[str], seconds: float) -> Iterator[str]:
 
 
 def read_line(line: str, result: dict[str, Any]) -> None:
-    """Take a finding or a number from a line of output."""
+    """Add a finding or a number from a line of output to the result."""
     if line.startswith("FINDING "):
         result["findings"].append(line.removeprefix("FINDING "))
     elif line.startswith("stat::number_of_executed_units:"):
         result["executions"] += int(line.rpartition(":")[2])
-    elif found := re.search(r"\bcov: (\d+)", line):
-        result["coverage"] = max(result["coverage"], int(found[1]))
+    elif match := re.search(r"\bcov: (\d+)", line):
+        result["coverage"] = max(result["coverage"], int(match[1]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""HTTP/2 connections without sockets, on one event loop and a clock that moves by itself."""
+"""HTTP/2 connections without sockets, on one event loop with a simulated clock."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from iskander.transport.http2.status import RpcError, Status
 Result = TypeVar("Result")
 LOOP: Final = asyncio.new_event_loop()
 TICK_NS: Final = 20_000
-"""Between two looks at the clock: a turn of the loop ends after some of them, each time alike."""
-CLOCKED: Final = (receive_budget, turns, call_module, call_input, connection, streams)
+"""Advance of the clock per reading, so turns end after a reproducible number of readings."""
+MODULES_WITH_CLOCK: Final = (receive_budget, turns, call_module, call_input, connection, streams)
 
 
 class Clock:
-    """The time, which moves when it is looked at."""
+    """A clock that advances with each reading."""
 
     def __init__(self) -> None:
         self.now = 1 << 40
@@ -33,21 +33,21 @@ class Clock:
         return self.now
 
 
-def in_loop(work: Callable[..., Awaitable[Result]]) -> Callable[..., Awaitable[Result]]:
-    """Run with a clock of its own; an exception in a callback of the loop is raised."""
+def in_loop(function: Callable[..., Awaitable[Result]]) -> Callable[..., Awaitable[Result]]:
+    """Run with a new clock; raises exceptions of the loop's callbacks."""
 
-    @functools.wraps(work)
+    @functools.wraps(function)
     async def run(*args: Any, **kwargs: Any) -> Result:
         failed: list[dict[str, Any]] = []
         LOOP.set_exception_handler(lambda _, context: failed.append(context))
-        clock, before = Clock(), [module.now_ns for module in CLOCKED]
-        for module in CLOCKED:
+        clock, originals = Clock(), [module.now_ns for module in MODULES_WITH_CLOCK]
+        for module in MODULES_WITH_CLOCK:
             module.now_ns = clock
         try:
-            result = await work(*args, **kwargs)
+            result = await function(*args, **kwargs)
         finally:
-            for module, real in zip(CLOCKED, before, strict=True):
-                module.now_ns = real
+            for module, original in zip(MODULES_WITH_CLOCK, originals, strict=True):
+                module.now_ns = original
         for context in failed:
             raise context.get("exception") or AssertionError(context["message"])
         return result
@@ -56,41 +56,39 @@ def in_loop(work: Callable[..., Awaitable[Result]]) -> Callable[..., Awaitable[R
 
 
 class Recorder:
-    """Answers calls at once, and keeps what came of each.
-
-    A call of `/t/Early` is ended before its input; the others are echoed.
+    """A handler that echoes messages and records each call; `/t/Early` ends before its input.
 
     Args:
-        is_patient: Nothing is read or answered before `finish`, so that when the input is read
-            changes nothing.
+        is_deferred: Reads and sends nothing before `finish`, so the arrival times of the input have
+            no effect.
 
     Attributes:
-        calls: All that were served.
-        messages: Of each stream.
-        statuses: Of each stream that was answered.
+        calls: All served calls.
+        messages: Messages of each stream.
+        statuses: Status of each stream with a response.
     """
 
-    def __init__(self, *, is_patient: bool = False) -> None:
-        self._is_patient = is_patient
+    def __init__(self, *, is_deferred: bool = False) -> None:
+        self._is_deferred = is_deferred
         self.calls: list[Call] = []
         self.messages: dict[int, list[bytes]] = {}
         self.statuses: dict[int, int] = {}
 
     def serve(self, call: Call) -> bool:
-        """Take a call."""
+        """Serve a call."""
         self.calls.append(call)
         self.messages[call.stream_id] = []
-        if not self._is_patient:
-            self._answer(call)
+        if not self._is_deferred:
+            self._respond(call)
         return True
 
     def finish(self) -> None:
-        """Answer the calls that wait."""
+        """Respond to the deferred calls."""
         for call in self.calls:
-            if self._is_patient and not call.is_over:
-                self._answer(call)
+            if self._is_deferred and not call.is_over:
+                self._respond(call)
 
-    def _answer(self, call: Call) -> None:
+    def _respond(self, call: Call) -> None:
         if call.path == "/t/Early":
             self._end(call, Status.OK)
             return
@@ -113,4 +111,4 @@ class Recorder:
     def _end(self, call: Call, status: Status, message: str = "") -> None:
         self.statuses[call.stream_id] = int(status)
         call.end(status, message)
-        call.on_input = None  # It is a cycle, which would keep the memory of messages.
+        call.on_input = None  # A reference cycle would keep the memory of messages.

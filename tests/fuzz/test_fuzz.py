@@ -1,6 +1,6 @@
-"""The fuzzing targets: all recorded inputs, and a number of mutations that are the same each time.
+"""All fuzzing targets: the recorded inputs, and a fixed number of reproducible mutations.
 
-With ISKANDER_TEST_ALL=1 each target is fuzzed for 30 s instead, guided where atheris is installed.
+With ISKANDER_TEST_ALL=1 each target is also fuzzed for 30 s, guided if atheris is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SEED = 1
 
 
 @pytest.mark.parametrize("name", engine.names())
-def test_inputs_and_mutations_are_judged_alike(name: str) -> None:
+def test_parser_matches_reference_for_inputs_and_mutations(name: str) -> None:
     target = engine.load(name)
     assert engine.corpus_of(name) or target.inputs
     for raw in target.inputs:
@@ -32,13 +32,13 @@ def test_inputs_and_mutations_are_judged_alike(name: str) -> None:
 
 @pytest.mark.skipif("ISKANDER_TEST_ALL" not in os.environ, reason="ISKANDER_TEST_ALL is not set")
 @pytest.mark.parametrize("name", engine.names())
-def test_half_a_minute_finds_nothing(name: str) -> None:
+def test_thirty_seconds_of_fuzzing_find_nothing(name: str) -> None:
     command = [sys.executable, str(engine.HERE / "run.py"), name, "--seconds", str(SECONDS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
-def test_an_input_that_takes_too_long_is_a_finding() -> None:
+def test_slow_input_is_a_finding() -> None:
     def run(raw: bytes) -> None:
         while True:
             pass
@@ -47,7 +47,7 @@ def test_an_input_that_takes_too_long_is_a_finding() -> None:
         run(b"")
 
 
-def test_a_finding_is_kept_once_and_shrinks() -> None:
+def test_shrunk_finding_keeps_its_key() -> None:
     def run(raw: bytes) -> None:
         assert b"!" not in raw, "an exclamation"
 
@@ -59,8 +59,8 @@ def test_a_finding_is_kept_once_and_shrinks() -> None:
     assert other is not None and other.key == finding.key
 
 
-def test_inputs_that_reach_something_new_are_collected() -> None:
+def test_inputs_with_new_coverage_are_collected() -> None:
     recorded = engine.load("flight_data").inputs
-    known = recorded[1]
-    assert engine.collect("flight_data", [known, known + known]) == []
+    recorded_input = recorded[1]
+    assert engine.collect("flight_data", [recorded_input, recorded_input + recorded_input]) == []
     assert engine.reached(engine.load("flight_data"), b"\x12\x80")

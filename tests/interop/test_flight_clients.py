@@ -1,10 +1,10 @@
 """Flight clients in Python, C++, Go and JavaScript, with batches of real models.
 
-Each sends the batches of one Arrow IPC stream and writes the results as another. Python and C++ use
-Arrow's own client; the C++ one is built with the headers and libraries in pyarrow's wheel. Debian
-has no Arrow for Go, and Arrow for JavaScript has no Flight: these two speak Flight over grpc-go and
-grpc-js. The Go client sends and writes the bytes of IPC messages as they are; the JavaScript one
-reads and writes the results with apache-arrow.
+Each client sends the batches of an Arrow IPC stream and writes the results as a second one. Python
+and C++ use Arrow's own client; the C++ one is built with the headers and libraries in pyarrow's
+wheel. Debian has no Arrow for Go, and Arrow for JavaScript has no Flight: these two implement
+Flight over grpc-go and grpc-js. The Go client passes the bytes of IPC messages through; the
+JavaScript one reads and writes the results with apache-arrow.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ NOT_FOUND = {
     "go": "code = NotFound",
     "js": "NOT_FOUND",
 }
-"""How a client names the status."""
+"""Text of the status in each client."""
 OLD_GO = (
-    "grpc-go before 1.59 makes INTERNAL of an error whose grpc-status-details-bin is no "
-    "google.rpc.Status; Flight's is JSON"
+    "grpc-go before 1.59 returns INTERNAL if grpc-status-details-bin is not a "
+    "google.rpc.Status; Flight sends JSON"
 )
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("flight")
-    everything = models.row_ids(folder / "everything")
-    (everything / "manifest.toml").write_text(models.MANIFEST_ALL)
+    all_types = models.row_ids(folder / "everything")
+    (all_types / "manifest.toml").write_text(models.MANIFEST_ALL)
     paths = {
         "two-tower": models.TWO_TOWER,
-        "everything": everything,
+        "everything": all_types,
         "same": models.identity(folder / "same", TensorProto.FLOAT, ["rows", WIDTH]),
     }
     served = [
@@ -91,17 +91,17 @@ class Client:
         self._command = command
         self._environment = os.environ | environment
 
-    def run(self, *words: str) -> tuple[int, str]:
-        """Its exit code and what it printed."""
-        done = subprocess.run(
-            [*self._command, *words],
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """Returns its exit code and output."""
+        result = subprocess.run(
+            [*self._command, *arguments],
             env=self._environment,
             timeout=CLIENT_WITHIN_S,
             stdout=subprocess.PIPE,
             text=True,
             check=False,
         )
-        return done.returncode, done.stdout
+        return result.returncode, result.stdout
 
 
 @pytest.fixture(scope="module", params=CLIENTS)
@@ -110,21 +110,21 @@ def client(request: pytest.FixtureRequest) -> Client:
 
 
 def two_tower() -> tuple[list[pa.RecordBatch], pa.Table]:
-    """User and item numbers, with some that nobody has."""
-    batches, wanted = [], []
+    """User and item numbers, including unknown ones."""
+    batches, expected = [], []
     random = np.random.default_rng(7)
     for rows in (1, 128, 8192, 3):
         users, items = random.integers(-5, 1000, rows), random.integers(-5, 200_000, rows)
         sent = {"user_id": users, "item_id": items}
         (scores,) = models.in_process(models.TWO_TOWER, sent)
         batches.append(pa.record_batch(sent))
-        wanted.append(pa.record_batch({**sent, "score": scores}))
-    return batches, pa.Table.from_batches(wanted)
+        expected.append(pa.record_batch({**sent, "score": scores}))
+    return batches, pa.Table.from_batches(expected)
 
 
-def everything() -> tuple[list[pa.RecordBatch], pa.Table]:
-    """Columns of many types that come back as they went, beside the result."""
-    batches, wanted = [], []
+def all_types() -> tuple[list[pa.RecordBatch], pa.Table]:
+    """Passthrough columns of many types, and a result column."""
+    batches, expected = [], []
     kinds = pa.array(["drama", "comedy", "horror"])
     for start, rows in ((0, 5), (5, 1000), (1005, 1)):
         ids = np.arange(start, start + rows)
@@ -137,22 +137,22 @@ def everything() -> tuple[list[pa.RecordBatch], pa.Table]:
         }
         batches.append(pa.record_batch(sent))
         del sent["x"]
-        wanted.append(pa.record_batch({**sent, "y": pa.array(3 * ids + 1)}))
-    return batches, pa.Table.from_batches(wanted)
+        expected.append(pa.record_batch({**sent, "y": pa.array(3 * ids + 1)}))
+    return batches, pa.Table.from_batches(expected)
 
 
-def same() -> tuple[list[pa.RecordBatch], pa.Table]:
+def identity_batches() -> tuple[list[pa.RecordBatch], pa.Table]:
     """Batches of 4 MiB, as large as the windows."""
-    batches, wanted = [], []
+    batches, expected = [], []
     for number in range(3):
         values = np.random.default_rng(number).normal(size=4 * MIB // 4).astype(np.float32)
         column = pa.FixedSizeListArray.from_arrays(values, WIDTH)
         batches.append(pa.record_batch({"x": column}))
-        wanted.append(pa.record_batch({"y": column}))
-    return batches, pa.Table.from_batches(wanted)
+        expected.append(pa.record_batch({"y": column}))
+    return batches, pa.Table.from_batches(expected)
 
 
-WORKLOADS = {"two-tower": two_tower, "everything": everything, "same": same}
+WORKLOADS = {"two-tower": two_tower, "everything": all_types, "same": identity_batches}
 
 
 def write(path: Path, batches: list[pa.RecordBatch]) -> Path:
@@ -164,29 +164,29 @@ def write(path: Path, batches: list[pa.RecordBatch]) -> Path:
 
 @pytest.mark.parametrize("model", WORKLOADS)
 def test_batches(gateway: Gateway, client: Client, model: str, tmp_path: Path) -> None:
-    batches, wanted = WORKLOADS[model]()
+    batches, expected = WORKLOADS[model]()
     source, target = write(tmp_path / "sent", batches), tmp_path / "received"
-    code, said = client.run(gateway.address, model, str(source), str(target))
-    assert code == 0, said
+    code, output = client.run(gateway.address, model, str(source), str(target))
+    assert code == 0, output
     with pa.OSFile(str(target)) as file:
         received = pa.ipc.open_stream(file).read_all()
     received.validate(full=True)
-    assert received.column_names == wanted.column_names
-    for name in wanted.column_names:
-        assert received[name].type == wanted[name].type
-        assert received[name].combine_chunks().equals(wanted[name].combine_chunks()), name
-    # Schema of the model's results; columns that are passed through are the caller's.
-    schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(said)))
+    assert received.column_names == expected.column_names
+    for name in expected.column_names:
+        assert received[name].type == expected[name].type
+        assert received[name].combine_chunks().equals(expected[name].combine_chunks()), name
+    # The printed schema has the model's results only, without passthrough columns.
+    schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(output)))
     for field in schema:
         assert received.schema.field(field.name).type == field.type
 
 
-def test_an_unknown_model_is_refused_by_name(
+def test_unknown_model_is_an_error_with_its_name(
     gateway: Gateway, client: Client, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if client.name == "go":
         request.applymarker(pytest.mark.xfail(reason=OLD_GO))
     source = write(tmp_path / "sent", two_tower()[0])
-    code, said = client.run(gateway.address, "nobody", str(source), str(tmp_path / "received"))
+    code, output = client.run(gateway.address, "unknown", str(source), str(tmp_path / "received"))
     assert code == 1
-    assert NOT_FOUND[client.name] in said and "nobody" in said
+    assert NOT_FOUND[client.name] in output and "unknown" in output

@@ -1,11 +1,11 @@
 """gRPC's interoperability test cases, by gRPC's clients in Python, JavaScript and Go.
 
 The server is `support/interop_server.py`: grpc.testing.TestService on the gateway's own listener. A
-client runs all its cases on one channel. After each case the server must have no open call and no
-charged memory, and must have ended nothing for its limits.
+client runs all its cases on one channel. After each case the server has no open call and no charged
+memory, and its limits have ended no call.
 
-The server never compresses its responses, which gRPC leaves to it. So `server_compressed_unary` and
-`server_compressed_streaming` show here only that a client that asks for it gets right responses.
+The server never compresses its responses; gRPC allows that. `server_compressed_unary` and
+`server_compressed_streaming` only check the responses to clients that request compression.
 """
 
 from __future__ import annotations

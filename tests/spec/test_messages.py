@@ -244,7 +244,7 @@ def test_other_protocol_versions_are_rejected() -> None:
     require_protocol(PROTOCOL_VERSION)
 
     for theirs in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1):
-        with pytest.raises(ProtocolError, match=f"speaks version {theirs} "):
+        with pytest.raises(ProtocolError, match=f"uses version {theirs} "):
             require_protocol(theirs)
 
 

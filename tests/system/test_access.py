@@ -422,7 +422,7 @@ def test_every_gateway_process_requires_tokens(tmp_path: Path) -> None:
                 client.score("ids", ROWS)
         file.write_text("[")
         gateway.signal(signal.SIGHUP)
-        eventually(lambda: "the processes stay as they are" in gateway.text(), what="the warning")
+        eventually(lambda: "reload rejected" in gateway.text(), what="the warning")
         assert {stats["pid"] for stats in by_process(gateway, 2).values()} == before
         file.write_text(good)
 

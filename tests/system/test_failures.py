@@ -100,7 +100,7 @@ def test_batch_of_a_killed_worker_is_retried_without_an_error(gateway: Gateway) 
     assert stats["lanes"]["slow/1"]["retried"] == 1
 
 
-def test_what_a_killed_worker_had_runs_on_the_other_at_once(tmp_path: Path) -> None:
+def test_batches_of_a_killed_worker_run_on_another_at_once(tmp_path: Path) -> None:
     """The other worker gets the batch before the killed worker is replaced."""
     with running(tmp_path, served(tmp_path), workers=dict(TWO)) as gateway:
         scoring = Scoring(gateway, 3000)
@@ -228,10 +228,10 @@ def test_worker_without_heartbeats_is_killed_and_replaced(tmp_path: Path) -> Non
             assert client.score("ids", BATCH)["y"].to_pylist() == [4, 7]
             assert not psutil.pid_exists(pid)
         assert score_is_right(gateway)
-        assert "silent for 10" in gateway.text(), "not detected within 100 ms of the limit"
+        assert "no heartbeat for 10" in gateway.text(), "not detected within 100 ms of the limit"
 
 
-def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
+def test_sigterm_completes_accepted_requests(tmp_path: Path) -> None:
     """An open stream gets the results of its accepted batches, then the error `draining`."""
     with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
         client = flight.connect(f"grpc://{gateway.address}")
@@ -338,7 +338,7 @@ def test_second_sigterm_stops_the_gateway_immediately(tmp_path: Path) -> None:
         gateway.end()
 
 
-def test_a_killed_gateway_leaves_nothing_and_the_next_one_takes_its_workers(
+def test_killed_gateway_leaves_nothing_and_the_next_one_adopts_its_workers(
     tmp_path: Path,
 ) -> None:
     """With the same address and runtime directory, the worker keeps its process and its models."""
@@ -491,7 +491,7 @@ def test_second_gateway_is_rejected(gateway: Gateway, tmp_path: Path) -> None:
     folder = tmp_path / "second"
     folder.mkdir()
     for server, words in (
-        ({"runtime_directory": str(gateway.runtime)}, "another gateway runs there"),
+        ({"runtime_directory": str(gateway.runtime)}, "locked by another gateway"),
         ({"address": gateway.address}, "cannot listen there"),
     ):
         second = Gateway(folder, served(folder), server=server, workers=dict(ONE))

@@ -54,7 +54,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         limits={"message_bytes": 72 * MIB, "receive_bytes": BUDGET_BYTES},
         http={"address": f"127.0.0.1:{http}"},
         inferential={"address": f"tcp://127.0.0.1:{zmtp}"},
-        # One attack opens as many connections as the limit on file descriptors permits.
+        # One attack opens as many connections as the file descriptor limit permits.
         workers={"groups": ["0"]},
     ) as gateway:
         target = Target(gateway, http, zmtp)

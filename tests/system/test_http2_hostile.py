@@ -162,7 +162,7 @@ def test_h2_client_finds_no_protocol_error(gateway: Gateway, window: int) -> Non
 
 
 def test_result_larger_than_the_window_is_complete_after_end_of_input(gateway: Gateway) -> None:
-    """The stream has ended while the last result still waits for window."""
+    """The stream has ended while the last result still waits for flow control."""
     with Wire(gateway.address) as wire:
         wire.say(call(1, raw.EXCHANGE, exchange_of(BATCH[:50_000])))
         acknowledged = 0

@@ -1,4 +1,4 @@
-"""Limits on the work and memory of one HTTP/2 client: frames, settings, compression, messages.
+"""Limits on the work and memory that one HTTP/2 client can use.
 
 The connections run without sockets and without a gateway.
 """
@@ -99,7 +99,7 @@ async def test_ping_allowance_from_responses_is_bounded() -> None:
 
 @pytest.mark.parametrize("stream_id", [0, 1, 3])
 def test_useless_window_updates_close_the_connection(stream_id: int) -> None:
-    async def play() -> None:
+    async def run_case() -> None:
         peer = Peer()
         peer.open(1)
         peer.open(3)
@@ -111,7 +111,7 @@ def test_useless_window_updates_close_the_connection(stream_id: int) -> None:
             peer.say(window_update(stream_id, 1))
         assert peer.goodbye == client.ENHANCE_YOUR_CALM
 
-    asyncio.run(play())
+    asyncio.run(run_case())
 
 
 @in_loop
@@ -283,7 +283,7 @@ SIZES += [decompression.READ_BYTES + 1, decompression.PIECE_BYTES, 3 * MIB + 7]
 def test_compressed_messages_of_all_sizes_arrive_in_order(
     encoding: str, handler: type[CallbackReader], fill: Callable[[int], bytes]
 ) -> None:
-    async def play() -> None:
+    async def run_case() -> None:
         reader = handler()
         peer = Peer(reader)
         peer.open(1, ("grpc-encoding", encoding))
@@ -299,7 +299,7 @@ def test_compressed_messages_of_all_sizes_arrive_in_order(
         await until(lambda: peer.answer().is_over)
         assert reader.received == [*sent, None] and peer.answer().status == 0
 
-    asyncio.run(play())
+    asyncio.run(run_case())
 
 
 @in_loop
@@ -334,7 +334,7 @@ def test_invalid_large_message_fails_the_call_after_earlier_messages(
         "broken": (gzip.compress(noise)[:500_000] + noise[:500_000] + size, Status.INTERNAL),
     }
 
-    async def play(raw: bytes, status: Status) -> None:
+    async def run_case(raw: bytes, status: Status) -> None:
         reader = handler()
         peer = Peer(reader, message_bytes=MIB)
         if len(raw) > MIB:
@@ -350,7 +350,7 @@ def test_invalid_large_message_fails_the_call_after_earlier_messages(
         assert isinstance(error, RpcError) and error.status == status
 
     for raw, status in invalid.values():
-        asyncio.run(play(raw, status))
+        asyncio.run(run_case(raw, status))
 
 
 @in_loop

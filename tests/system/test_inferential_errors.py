@@ -197,7 +197,7 @@ def test_ping_is_answered_between_and_inside_messages(address: str) -> None:
 @pytest.mark.parametrize("is_bad", [True, False])
 def test_flood_does_not_affect_other_clients(gateway: Gateway, address: str, is_bad: bool) -> None:
     """One client sends without a pause and reads nothing."""
-    message = Peer.message(b"", *observation("nobody" if is_bad else "ids", {"x": FIVE_ROWS}))
+    message = Peer.message(b"", *observation("unknown" if is_bad else "ids", {"x": FIVE_ROWS}))
     stopped = threading.Event()
 
     def flood() -> None:

@@ -1,4 +1,4 @@
-"""More observations than one client's window: deadlines, newest-wins, disconnect, heartbeats."""
+"""More observations than the window: deadlines, newest-wins, disconnect, heartbeats."""
 
 from __future__ import annotations
 

@@ -242,6 +242,20 @@ def test_newest_wins_supersedes_older_requests_of_the_client(gateway: Gateway) -
     assert scores.outcomes[2] == [10]
 
 
+def test_requests_that_run_alone_are_not_combined(gateway: Gateway) -> None:
+    batches = [batch_of(value) for value in range(5)]
+    counts = []
+    for terms in ({}, {"run_alone": True}):
+        before = count_of(gateway, "ids", "batches")
+        with Busy(gateway):
+            scores = Scores(gateway, "ids", batches, **terms)
+            eventually(lambda: count_of(gateway, "ids", "queued") >= 5, what="five queued requests")
+        scores.join()
+        assert [outcome for (outcome,) in scores.outcomes] == [3 * v + 1 for v in range(5)]
+        counts.append(count_of(gateway, "ids", "batches") - before)
+    assert counts == [1, 5]
+
+
 def test_errors_in_band_leave_the_stream_open(gateway: Gateway) -> None:
     """The error of an invalid batch is an empty batch with JSON metadata, in its position."""
     with gateway.client() as client:

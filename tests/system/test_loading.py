@@ -1,4 +1,4 @@
-"""Checks of model files at load time: sandbox, recorded samples, signatures, custom operators."""
+"""Checks of model files at load: sandbox, recorded samples, signatures, operator libraries."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_without_sandbox_the_error_names_the_model_that_crashes_workers(tmp_path
         gateway.start(is_ready=False)
         assert gateway.wait() != 0
         assert "ended 3 times before it was ready, the last time by SIGFPE" in gateway.text()
-        assert "model `bad/1`: its process ended while it loaded it" in gateway.text()
-        assert "model `good/1`: its" not in gateway.text()
+        assert "model `bad/1`: the worker ended during the load" in gateway.text()
+        assert "model `good/1`: the worker ended" not in gateway.text()
     finally:
         gateway.end()

@@ -73,7 +73,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 
 def slow_model(folder: Path) -> dict[str, Any]:
-    """Returns the model `slow`; its worker has one running request and one in its second credit."""
+    """Returns the model `slow`, with one request of one row in each batch."""
     path = str(models.slow(folder / "slow", 100))
     return {"name": "slow", "path": path, "intra_threads": 1, "max_batch_rows": 1}
 
@@ -143,7 +143,7 @@ def test_server_and_model_metadata(client: triton.InferenceServerClient) -> None
     assert client.is_model_ready("ids")
     assert client.is_model_ready("ids", "1")
     assert not client.is_model_ready("ids", "2")
-    assert not client.is_model_ready("nobody")
+    assert not client.is_model_ready("unknown")
     server = client.get_server_metadata()
     assert server["name"] == "iskander"
     assert "binary_tensor_data" in server["extensions"]
@@ -184,7 +184,7 @@ def test_repository_index_lists_configured_models(
     assert post(address, "", {"ready": True}, path="/v2/repository/index")[2] == index
     client.load_model("ids")
     for rejected in (
-        lambda: client.load_model("nobody"),
+        lambda: client.load_model("unknown"),
         lambda: client.load_model("ids", config="{}"),
         lambda: client.unload_model("ids"),
     ):
@@ -398,8 +398,8 @@ def occupied(
     """
     host, _, port = address.rpartition(":")
     body = json.dumps(request_of([SLOW_UNITS])).encode()
-    name_header = f"iskander-client: {client}\r\n" if client else ""
-    head = f"POST /v2/models/slow/infer HTTP/1.1\r\nhost: a\r\n{name_header}content-length: {len(body)}"
+    named = f"iskander-client: {client}\r\n" if client else ""
+    head = f"POST /v2/models/slow/infer HTTP/1.1\r\nhost: a\r\n{named}content-length: {len(body)}"
 
     def counts() -> list[int]:
         stats = gateway.stats()
@@ -492,7 +492,7 @@ INVALID: dict[str, tuple[int, str, Any, dict[str, str]]] = {
     "truncated JSON": (400, "truncated", json.dumps(request_of([1])).encode()[:-2], {}),
     "not JSON": (400, "malformed", b"\x00\xff" * 100, {}),
     "deeply nested JSON": (400, "cannot be read", b'{"more":' + b"[" * 500_000, {}),
-    "unknown model": (404, "no model", (request_of([1]), "nobody"), {}),
+    "unknown model": (404, "no model", (request_of([1]), "unknown"), {}),
     "huge shape": (400, "elements", {"inputs": [
         {"name": "x", "datatype": "INT64", "shape": [2**62, 2**62, 2**62], "data": [1]}
     ]}, {}),
@@ -528,8 +528,8 @@ INVALID: dict[str, tuple[int, str, Any, dict[str, str]]] = {
     "invalid gzip": (400, "not valid gzip", b"nonsense", {"Content-Encoding": "gzip"}),
     "unknown content coding": (501, "br", b"nonsense", {"Content-Encoding": "br"}),
     "huge timeout": (400, "timeout", request_of([1], parameters={"timeout": 10**300}), {}),
-    "priority parameter that is no number": (400, "priority", request_of([1], parameters={"priority": "high"}), {}),
-    "priority header that is no number": (400, "priority", request_of([1]), {"iskander-priority": "high"}),
+    "invalid parameter": (400, "priority", request_of([1], parameters={"priority": "high"}), {}),
+    "invalid header": (400, "priority", request_of([1]), {"iskander-priority": "high"}),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Results that are more than the graph's tensors, through a real server, by two protocols."""
+"""Post-processing, assembled columns, ranks, maps and lists, over Flight and OIP."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ MISSING = MAPS.replace("[9, 3]", "[9, 4]")
 
 
 def maps(folder: Path) -> Path:
-    """The same three numbers as maps with keys of both kinds, and as a sequence of rows."""
+    """Saves a model that returns maps with keys of both types, and a sequence of rows."""
     nodes = [
         helper.make_node(
             "ZipMap", ["x"], ["numbered"], domain="ai.onnx.ml", classlabels_int64s=[3, 7, 9]
@@ -189,7 +189,7 @@ def maps(folder: Path) -> Path:
 
 
 def lists(folder: Path) -> Path:
-    """Three numbers and how many of them are meant, as they came."""
+    """Saves a model that returns its two inputs: three numbers, and the length of the list."""
     row, count = ["rows", 3], ["rows"]
     return models.save(
         folder,
@@ -260,7 +260,7 @@ def reference() -> Iterator[ReferenceClient]:
 
 
 def rows_of(count: int, first: int = 0) -> np.ndarray:
-    """Three numbers a row that tell which row it is."""
+    """Returns rows of three numbers that depend on the row's index."""
     index = 1 + np.arange(first, first + count, dtype=np.float32)[:, None]
     return np.float32(np.sin(index * [[1, 2, 3]]) + index / 64)
 
@@ -279,45 +279,47 @@ def softmax(rows: np.ndarray) -> np.ndarray:
     return np.asarray(raised / raised.sum(axis=1, keepdims=True))
 
 
-def require_steps(answer: pa.Table | pa.RecordBatch, rows: np.ndarray, first: int = 0) -> None:
-    """Every column of `STEPS`, by formulas in another precision."""
-    found = answer.to_pydict()
+def require_steps(scored: pa.Table | pa.RecordBatch, rows: np.ndarray, first: int = 0) -> None:
+    """Checks each column of `STEPS` against formulas in float64."""
+    actual = scored.to_pydict()
     names = ["top", "label", "raw", "unit", "is_high", "small", "id"]
-    assert answer.schema.names == names
-    assert found["id"] == list(range(first, first + len(rows)))
+    assert scored.schema.names == names
+    assert actual["id"] == list(range(first, first + len(rows)))
     shares, order = softmax(rows), np.argsort(-rows, axis=1, kind="stable")
     unit = rows / np.sqrt(np.square(rows.astype(np.float64)).sum(axis=1, keepdims=True))
     for index, row in enumerate(rows):
-        assert [each["label"] for each in found["top"][index]] == [
+        assert [each["label"] for each in actual["top"][index]] == [
             LABELS[i] for i in order[index][:2]
         ]
-        scores = [each["score"] for each in found["top"][index]]
+        scores = [each["score"] for each in actual["top"][index]]
         assert scores == pytest.approx(shares[index][order[index][:2]], rel=1e-5)
-        assert found["label"][index] == LABELS[row.argmax()]
-        assert found["raw"][index] == row.tolist()
-        assert found["unit"][index] == pytest.approx(unit[index], rel=1e-5)
-        assert found["is_high"][index] == (1 / (1 + np.exp(-np.float64(row[1]))) >= 0.75)
-        assert found["small"][index] == [round(each / 0.5) + 1 for each in row.tolist()]
+        assert actual["label"][index] == LABELS[row.argmax()]
+        assert actual["raw"][index] == row.tolist()
+        assert actual["unit"][index] == pytest.approx(unit[index], rel=1e-5)
+        assert actual["is_high"][index] == (1 / (1 + np.exp(-np.float64(row[1]))) >= 0.75)
+        assert actual["small"][index] == [round(each / 0.5) + 1 for each in row.tolist()]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
-def test_steps_by_flight(client: Client, rows: int) -> None:
-    asked = rows_of(rows)
-    answer = client.score("steps", batch_of(asked))
-    kinds = {field.name: str(field.type) for field in answer.schema}
+def test_steps_over_flight(client: Client, rows: int) -> None:
+    values = rows_of(rows)
+    scored = client.score("steps", batch_of(values))
+    kinds = {field.name: str(field.type) for field in scored.schema}
     assert kinds["top"].startswith("fixed_size_list<")
-    assert pa.types.is_struct(answer.schema.field("top").type.value_type)
-    assert pa.types.is_list(answer.schema.field("raw").type)
-    answer.validate(full=True)
-    require_steps(answer, asked)
+    assert pa.types.is_struct(scored.schema.field("top").type.value_type)
+    assert pa.types.is_list(scored.schema.field("raw").type)
+    scored.validate(full=True)
+    require_steps(scored, values)
 
 
-def test_steps_by_the_open_inference_protocol(gateway: Gateway, reference: ReferenceClient) -> None:
-    """Lists and structs are the tensors that they are made of, by their names."""
+def test_steps_over_the_open_inference_protocol(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
+    """Lists and structs are returned as their named tensors."""
     rows = rows_of(5)
     address = gateway.address
-    asked = {"x": ["float32", rows.tolist()]}
-    found = reference.run("infer", address=address, model="steps", inputs=asked)
+    inputs = {"x": ["float32", rows.tolist()]}
+    tensors = reference.run("infer", address=address, model="steps", inputs=inputs)
     assert reference.run("outputs", address=address, model="steps") == [
         ["top.label", "BYTES", [-1, 2]],
         ["top.score", "FP32", [-1, 2]],
@@ -328,40 +330,40 @@ def test_steps_by_the_open_inference_protocol(gateway: Gateway, reference: Refer
         ["small", "INT8", [-1, 3]],
     ]
     with gateway.client() as client:
-        answer = client.score("steps", batch_of(rows)).to_pydict()
-    top = answer.pop("top")
+        scored = client.score("steps", batch_of(rows)).to_pydict()
+    top = scored.pop("top")
     for part in ("label", "score"):
-        assert found[f"top.{part}"][1] == [[each[part] for each in row] for row in top]
+        assert tensors[f"top.{part}"][1] == [[each[part] for each in row] for row in top]
     for column, tensor in (("label", "label"), ("raw", "y"), ("unit", "unit")):
-        assert found[tensor][1] == answer[column]
-    assert found["is_high"][1] == answer["is_high"]
-    assert found["small"][1] == answer["small"]
+        assert tensors[tensor][1] == scored[column]
+    assert tensors["is_high"][1] == scored["is_high"]
+    assert tensors["small"][1] == scored["small"]
 
 
-def test_columns_of_one_tensor_are_sent_as_the_worker_left_them(client: Client) -> None:
-    """And come before what is passed through, where the manifest says so."""
+def test_columns_of_one_tensor_come_before_passthrough_columns(client: Client) -> None:
+    """The gateway sends the worker's bytes unchanged; the manifest sets the order."""
     rows = rows_of(9)
-    answer = client.score("plain", batch_of(rows))
-    assert answer.schema.names == ["label", "softmax", "id"]
-    assert answer["label"].to_pylist() == [LABELS[row.argmax()] for row in rows]
-    assert answer["id"].to_pylist() == list(range(9))
-    got = np.array(answer["softmax"].to_pylist())
-    np.testing.assert_allclose(got, softmax(rows), rtol=1e-5)
+    scored = client.score("plain", batch_of(rows))
+    assert scored.schema.names == ["label", "softmax", "id"]
+    assert scored["label"].to_pylist() == [LABELS[row.argmax()] for row in rows]
+    assert scored["id"].to_pylist() == list(range(9))
+    actual = np.array(scored["softmax"].to_pylist())
+    np.testing.assert_allclose(actual, softmax(rows), rtol=1e-5)
 
 
-def test_a_request_that_is_split_gets_its_rows_in_order(client: Client) -> None:
+def test_split_request_gets_its_rows_in_order(client: Client) -> None:
     rows = rows_of(40)
     require_steps(client.score("split", batch_of(rows)), rows)
 
 
-def test_requests_that_run_together_get_their_own_rows(gateway: Gateway, client: Client) -> None:
-    """Batches of several sizes wait for each other, so that each run has rows of some of them."""
+def test_requests_in_one_batch_get_their_own_rows(gateway: Gateway, client: Client) -> None:
+    """The lane lingers, so that each run has rows of several requests."""
     before = gateway.stats()
     sizes = [5, 1, 4, 2, 7, 5, 3, 9, 12, 1, 1, 10]
     firsts = np.cumsum([0, *sizes[:-1]]).tolist()
     batches = [batch_of(rows_of(n, at), at) for n, at in zip(sizes, firsts, strict=True)]
-    for answer, n, at in zip(client.stream("together", batches), sizes, firsts, strict=True):
-        require_steps(answer, rows_of(n, at), at)
+    for scored, n, at in zip(client.stream("together", batches), sizes, firsts, strict=True):
+        require_steps(scored, rows_of(n, at), at)
 
     def runs(stats: dict[str, Any]) -> int:
         return int(stats["lanes"]["together/1"].get("batches", 0))
@@ -369,7 +371,7 @@ def test_requests_that_run_together_get_their_own_rows(gateway: Gateway, client:
     assert runs(gateway.stats()) - runs(before) < len(sizes)
 
 
-def test_no_rows_give_no_rows(client: Client) -> None:
+def test_empty_batch_gives_an_empty_result(client: Client) -> None:
     for model in ("steps", "plain"):
         empty = client.score(model, batch_of(rows_of(0)))
         full = client.score(model, batch_of(rows_of(1)))
@@ -383,27 +385,27 @@ def ranked(scores: list[float], queries: list[Any], **more: Any) -> pa.RecordBat
 
 
 def test_ranks_within_a_group(gateway: Gateway, client: Client, reference: ReferenceClient) -> None:
-    """Over the rows of a whole request; a tensor protocol has only the scores."""
+    """Ranks cover the rows of a whole request; a tensor protocol returns only the scores."""
     scores = [0.5, 0.25, 0.5, 0.75, float("nan"), 0.5, 1.0, 0.0, 0.125]
     queries = ["a", "b", "a", "a", "a", None, "b", None, "c"]
-    answer = client.score("ranked", ranked(scores, queries))
-    assert answer.schema.names == ["id", "place", "score", "query"]
-    assert answer.schema.field("place").type == pa.int32()
-    assert answer["place"].to_pylist() == [2, 2, 3, 1, 4, 1, 1, 2, 1]
-    assert answer["query"].to_pylist() == queries
-    assert answer["score"].to_pylist()[:3] == scores[:3]
-    wanted = [["y", "FP32", [-1]]]
-    assert reference.run("outputs", address=gateway.address, model="ranked") == wanted
+    scored = client.score("ranked", ranked(scores, queries))
+    assert scored.schema.names == ["id", "place", "score", "query"]
+    assert scored.schema.field("place").type == pa.int32()
+    assert scored["place"].to_pylist() == [2, 2, 3, 1, 4, 1, 1, 2, 1]
+    assert scored["query"].to_pylist() == queries
+    assert scored["score"].to_pylist()[:3] == scores[:3]
+    expected = [["y", "FP32", [-1]]]
+    assert reference.run("outputs", address=gateway.address, model="ranked") == expected
 
 
-def test_each_request_is_ranked_by_itself(client: Client) -> None:
+def test_requests_are_ranked_separately(client: Client) -> None:
     batches = [ranked([1.0, 2.0, 3.0], ["a", "a", name]) for name in "aba"]
     answers = [batch["place"].to_pylist() for batch in client.stream("ranked", batches)]
     assert answers == [[3, 2, 1], [2, 1, 1], [3, 2, 1]]
 
 
-def test_large_requests_are_ranked_in_their_order(gateway: Gateway, client: Client) -> None:
-    """Though computed in pieces, and put together by a thread: each whole, and in its turn."""
+def test_large_requests_are_ranked_whole_and_in_order(gateway: Gateway, client: Client) -> None:
+    """Large requests run in several batches, and a thread assembles them."""
     rows = 6000
     random = np.random.default_rng(7)
     scores = [random.permutation(rows).astype(np.float32) for _ in range(3)]
@@ -412,13 +414,13 @@ def test_large_requests_are_ranked_in_their_order(gateway: Gateway, client: Clie
     answers = client.stream("ranked", batches)
     with gateway.client() as other:
         assert other.score("ranked", ranked([3.0], ["b"]))["place"].to_pylist() == [1]
-    found = [answer["place"].to_numpy() for answer in answers]
-    assert found.pop(1).tolist() == [2, 1]
-    for each, got in zip(scores, found, strict=True):
-        np.testing.assert_array_equal(got, rows - each)
+    places = [scored["place"].to_numpy() for scored in answers]
+    assert places.pop(1).tolist() == [2, 1]
+    for each, place in zip(scores, places, strict=True):
+        np.testing.assert_array_equal(place, rows - each)
 
 
-def test_a_group_that_is_not_there_is_the_callers_mistake(client: Client) -> None:
+def test_missing_or_invalid_group_column_is_a_contract_error(client: Client) -> None:
     with pytest.raises(ContractError, match="`query` is missing: rows are ranked within it"):
         client.score("ranked", ranked([1.0], ["a"]).drop_columns(["query"]))
     with pytest.raises(ContractError, match="cannot be a group key"):
@@ -428,46 +430,46 @@ def test_a_group_that_is_not_there_is_the_callers_mistake(client: Client) -> Non
 
 def test_maps_and_sequences(gateway: Gateway, client: Client, reference: ReferenceClient) -> None:
     rows = rows_of(6)
-    answer = client.score("maps", batch_of(rows).select(["x"])).to_pydict()
-    assert answer["chosen"] == rows[:, [2, 0]].tolist()
-    assert [each["all"] for each in answer["result"]] == rows.tolist()
+    scored = client.score("maps", batch_of(rows).select(["x"])).to_pydict()
+    assert scored["chosen"] == rows[:, [2, 0]].tolist()
+    assert [each["all"] for each in scored["result"]] == rows.tolist()
     best = [LABELS[row[[1, 0, 2]].argmax()] for row in rows]
-    assert [each["best"] for each in answer["result"]] == best
-    asked = {"x": ["float32", rows.tolist()]}
-    found = reference.run("infer", address=gateway.address, model="maps", inputs=asked)
-    assert found["result.best"] == ["BYTES", best]
-    assert found["result.all"] == ["FP32", rows.tolist()]
-    assert found["chosen"] == ["FP32", rows[:, [2, 0]].tolist()]
+    assert [each["best"] for each in scored["result"]] == best
+    inputs = {"x": ["float32", rows.tolist()]}
+    tensors = reference.run("infer", address=gateway.address, model="maps", inputs=inputs)
+    assert tensors["result.best"] == ["BYTES", best]
+    assert tensors["result.all"] == ["FP32", rows.tolist()]
+    assert tensors["chosen"] == ["FP32", rows[:, [2, 0]].tolist()]
 
 
-def test_lists_of_lengths_of_their_own(
+def test_lists_with_lengths_from_a_tensor(
     gateway: Gateway, client: Client, reference: ReferenceClient
 ) -> None:
-    """Also where a request runs in pieces; a tensor protocol has all entries, and the lengths."""
+    """The request is split; a tensor protocol returns all entries and the lengths."""
     rows, lengths = rows_of(11), [index % 4 for index in range(11)]
     batch = batch_of(rows).append_column("n", pa.array(lengths, pa.int64()))
-    answer = client.score("lists", batch)
-    assert answer.schema.names == ["id", "first"]
-    wanted = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
-    assert answer["first"].to_pylist() == wanted
-    asked = {"x": ["float32", rows.tolist()], "n": ["int64", lengths]}
-    found = reference.run("infer", address=gateway.address, model="lists", inputs=asked)
-    assert found == {"first": ["FP32", rows.tolist()], "first.length": ["INT32", lengths]}
+    scored = client.score("lists", batch)
+    assert scored.schema.names == ["id", "first"]
+    expected = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+    assert scored["first"].to_pylist() == expected
+    inputs = {"x": ["float32", rows.tolist()], "n": ["int64", lengths]}
+    tensors = reference.run("infer", address=gateway.address, model="lists", inputs=inputs)
+    assert tensors == {"first": ["FP32", rows.tolist()], "first.length": ["INT32", lengths]}
 
 
-def test_a_struct_of_tensors_as_the_graph_makes_them(
+def test_struct_of_graph_outputs(
     gateway: Gateway, client: Client, reference: ReferenceClient
 ) -> None:
     rows, counts = rows_of(4), [3, 1, 4, 1]
     batch = batch_of(rows).append_column("n", pa.array(counts, pa.int64())).drop_columns(["id"])
-    wanted = [{"row": r.tolist(), "count": n} for r, n in zip(rows, counts, strict=True)]
-    assert client.score("struct", batch)["both"].to_pylist() == wanted
-    asked = {"x": ["float32", rows.tolist()], "n": ["int64", counts]}
-    found = reference.run("infer", address=gateway.address, model="struct", inputs=asked)
-    assert found == {"both.row": ["FP32", rows.tolist()], "both.count": ["INT64", counts]}
+    expected = [{"row": r.tolist(), "count": n} for r, n in zip(rows, counts, strict=True)]
+    assert client.score("struct", batch)["both"].to_pylist() == expected
+    inputs = {"x": ["float32", rows.tolist()], "n": ["int64", counts]}
+    tensors = reference.run("infer", address=gateway.address, model="struct", inputs=inputs)
+    assert tensors == {"both.row": ["FP32", rows.tolist()], "both.count": ["INT64", counts]}
 
 
-def test_a_length_that_cannot_be_fails_only_its_own_request(client: Client) -> None:
+def test_invalid_length_fails_only_its_own_request(client: Client) -> None:
     batch = batch_of(rows_of(2)).append_column("n", pa.array([1, 4], pa.int64()))
     with pytest.raises(ExecutionFailed, match="has no length of 0 to 3"):
         client.score("lists", batch)
@@ -475,29 +477,29 @@ def test_a_length_that_cannot_be_fails_only_its_own_request(client: Client) -> N
     assert client.score("lists", batch).num_rows == 2
 
 
-def test_a_key_that_is_not_in_the_maps_fails_the_run(client: Client) -> None:
+def test_missing_map_key_fails_the_run(client: Client) -> None:
     with pytest.raises(ExecutionFailed, match="a map without the key 4"):
         client.score("missing", batch_of(rows_of(1)).select(["x"]))
 
 
-def test_what_is_made_is_described(gateway: Gateway, client: Client) -> None:
-    (found,) = (model for model in client.models() if model["name"] == "steps")
-    described = {each["column"]: each for each in found["outputs"]}
+def test_assembled_columns_are_described(gateway: Gateway, client: Client) -> None:
+    (steps,) = (model for model in client.models() if model["name"] == "steps")
+    described = {each["column"]: each for each in steps["outputs"]}
     assert list(described) == ["top", "label", "raw", "unit", "is_high", "small"]
     assert described["top"]["tensors"] == ["top.label", "top.score"]
     assert described["top"]["made"] == "y, softmax, top_k 2, labels labels.txt"
     assert described["unit"]["made"] == "y, l2"
-    assert found["columns"] == "outputs_first"
+    assert steps["columns"] == "outputs_first"
     folder = gateway.folder / "steps"
-    shown = subprocess.run(
+    output = subprocess.run(
         [BIN / "iskander", "manifest", folder], capture_output=True, text=True, check=True
     ).stdout
-    assert 'post = ["softmax", { top_k = 2 }]' in shown
-    assert 'columns = "outputs_first"' in shown
+    assert 'post = ["softmax", { top_k = 2 }]' in output
+    assert 'columns = "outputs_first"' in output
 
 
-def test_other_labels_are_loaded_by_workers_that_have_the_model(tmp_path: Path) -> None:
-    """A worker keeps what it has loaded for the next gateway, unless a file beside it changed."""
+def test_changed_labels_are_reloaded_by_a_reattached_worker(tmp_path: Path) -> None:
+    """A reattached worker keeps a loaded model only if its files are unchanged."""
     folder = with_files(models.identity(tmp_path / "m", FLOAT, ["rows", 3]), PLAIN)
     model = {"name": "m", "path": str(folder), "intra_threads": 1}
     gateway = Gateway(tmp_path, [model], workers={"groups": ["0"], "reattach_s": 60.0}).start()
@@ -508,8 +510,8 @@ def test_other_labels_are_loaded_by_workers_that_have_the_model(tmp_path: Path) 
         (folder / "labels.txt").write_text("one\ntwo\nthree\n")
         gateway.start()
         with gateway.client() as client:
-            answer = client.score("m", batch_of(np.float32([[0, 1, 0]])))
-        assert answer["label"].to_pylist() == ["two"]
+            scored = client.score("m", batch_of(np.float32([[0, 1, 0]])))
+        assert scored["label"].to_pylist() == ["two"]
         assert gateway.worker_pids() == [pid]
         gateway.stop()
     finally:
@@ -517,7 +519,7 @@ def test_other_labels_are_loaded_by_workers_that_have_the_model(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "text"),
     [
         (("{top_k = 2}", "{top_k = 4}"), "at least 4 in the last axis"),
         (
@@ -527,8 +529,8 @@ def test_other_labels_are_loaded_by_workers_that_have_the_model(tmp_path: Path) 
         (('labels = "labels.txt"', 'labels = "short.txt"'), "1 lines and there are 3 classes"),
     ],
 )
-def test_what_cannot_be_made_is_refused_before_it_is_served(
-    tmp_path: Path, change: tuple[str, str], words: str
+def test_invalid_post_processing_is_a_load_error(
+    tmp_path: Path, change: tuple[str, str], text: str
 ) -> None:
     folder = with_files(models.identity(tmp_path / "m", FLOAT, ["rows", 3]), STEPS.replace(*change))
     (folder / "short.txt").write_text("cat\n")
@@ -538,4 +540,4 @@ def test_what_cannot_be_made_is_refused_before_it_is_served(
         [BIN / "iskander", "check", config], capture_output=True, text=True, check=False
     )
     assert checked.returncode == 1
-    assert words in checked.stderr
+    assert text in checked.stderr

@@ -163,7 +163,10 @@ def test_process_that_receives_sigterm_is_replaced_and_the_worker_stays(
         worker, before = worker_pid(pair), pid_of(pair, number)
         with client_of(pair, 1 - number) as other:
             os.kill(before, signal.SIGTERM)
-            eventually(lambda: f"process {number} ended with 0" in pair.text(), what="its end")
+            eventually(
+                lambda: f"process {number} ended with 0" in pair.text(),
+                what="the exit of the process",
+            )
             for _ in range(20):
                 assert is_correct(other)
         with client_of_restarted(pair, number) as reconnected:
@@ -324,7 +327,7 @@ def test_failed_restart_of_one_process_does_not_affect_the_others(pair: Gateway)
         assert is_correct(client)
         model.write_bytes(b"half of a model")
         os.kill(pid_of(pair, 0), signal.SIGKILL)
-        eventually(lambda: "process 0 ended with 78" in pair.text(), what="its failure")
+        eventually(lambda: "process 0 ended with 78" in pair.text(), what="the failed restart")
         assert is_correct(client)
         model.write_bytes(whole)
         with client_of_restarted(pair, 0) as reconnected:
@@ -341,7 +344,7 @@ def test_rolling_restart_is_rejected_if_the_file_needs_a_full_restart(pair: Gate
     eventually(lambda: "server.processes changed" in pair.text(), what="the log line")
     pair.config.write_text("nonsense")
     pair.signal(signal.SIGHUP)
-    eventually(lambda: "stay as they are" in pair.text(), what="the log line")
+    eventually(lambda: "reload rejected" in pair.text(), what="the log line")
     pair.config.write_text(text)
     assert pid_of(pair, 1) == before
 

@@ -137,7 +137,7 @@ def test_run_far_longer_than_earlier_ones_counts_as_hang(gateway: Gateway) -> No
         assert error_code(gateway, "slow", endless) == PoisonedRequest.code
         assert gateway.stats()["lanes"]["slow/1"]["isolated"]
     assert other.errors == []
-    silences = [int(ms) for ms in re.findall(r"silent for (\d+) ms", gateway.text())]
+    silences = [int(ms) for ms in re.findall(r"no heartbeat for (\d+) ms", gateway.text())]
     assert len(silences) == 4 and max(silences) < 25_000
 
 

@@ -182,7 +182,7 @@ def test_failed_load_keeps_the_old_version_and_reports_the_reason(tmp_path: Path
     folder.put("m", 1, 3)
     with serving(tmp_path) as gateway, gateway.client() as client:
         folder.put("m", 1, broken_manifest(folder))
-        eventually(lambda: "a change of it is not served" in reason(client, "m/1"), what="a reason")
+        eventually(lambda: "changed files are not served" in reason(client, "m/1"), what="a reason")
         assert factor(client) == 3
         broken = folder.make(5)
         (broken / "model.onnx").write_bytes(b"no model")
@@ -355,7 +355,7 @@ def test_models_are_loaded_and_unloaded_by_all_protocols(
         assert done.returncode == 1 and "is no ONNX model" in done.stderr
         assert factor(client, "n") == 5
         done = command("models", "--address", address)
-        assert "n/1: a change of it is not served" in done.stdout
+        assert "n/1: its changed files are not served" in done.stdout
         done = command("unload", "n", "--version", "1", "--address", address)
         assert (done.returncode, done.stdout) == (0, "n: version 1 unloaded\n")
         assert command("unload", "n", "--address", address).returncode == 1
@@ -370,12 +370,12 @@ def test_load_completes_after_its_caller_times_out(tmp_path: Path) -> None:
     with (
         running(tmp_path, [], repository=settings, workers={"count": 1}) as gateway,
         gateway.client() as client,
-        Client(gateway.address, timeout_s=0.5) as impatient,
+        Client(gateway.address, timeout_s=0.5) as short_timeout,
     ):
         folder.put("m", 2, 5)
         (worker,) = gateway.worker_pids()
         with suspended(worker), pytest.raises(IskanderError):
-            impatient.load("m")
+            short_timeout.load("m")
         eventually(lambda: listed(client) == {"m/2": "ready"}, what="the new version alone")
         assert factor(client) == 5
 
@@ -428,7 +428,7 @@ def test_failed_load_at_the_start_is_reported_and_other_models_are_served(
         assert factor(client) == 3
         stats = gateway.stats()
         assert not stats["ready"] and "n/1" in stats["reasons"][0]
-        with pytest.raises(NotReady, match="does not load"):
+        with pytest.raises(NotReady, match="failed to load"):
             factor(client, "n")
         folder.put("n", 1, 5)
         eventually(lambda: gateway.stats()["ready"], what="readiness")

@@ -386,7 +386,7 @@ def test_health_service_on_the_same_port(gateway: Gateway) -> None:
     client.close()
 
 
-def test_eight_streams_over_two_workers_with_mixed_batch_sizes(tmp_path: Path) -> None:
+def test_two_workers_eight_streams_and_a_mix_of_sizes(tmp_path: Path) -> None:
     """Every stream gets its own results in order, from either worker."""
     ids = models.row_ids(tmp_path / "ids")
     served = [

@@ -123,7 +123,7 @@ def test_modified_cache_entry_is_rebuilt(tmp_path: Path, light: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", ["folder", "file", "link"])
+@pytest.mark.parametrize("writable", ["folder", "file", "link"])
 def test_cache_entry_writable_by_others_is_not_used(
     tmp_path: Path, light: Path, writable: str
 ) -> None:

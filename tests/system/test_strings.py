@@ -435,11 +435,11 @@ def test_strings_of_the_open_inference_protocol(gateway: Gateway, form: str) -> 
         request.raw_input_contents.extend([b"\1\0\1", numbers])
 
     with raw.RawClient(gateway.address) as client:
-        response = client.call(
+        reply = client.call(
             "/inference.GRPCInferenceService/ModelInfer", [request.SerializeToString()]
         )
 
-    response = oip_pb2.ModelInferResponse.FromString(response["frames"][0])
+    response = oip_pb2.ModelInferResponse.FromString(reply["frames"][0])
     assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in response.outputs] == [
         ("first", "BYTES", [3, 2]),
         ("next", "INT64", [3]),

@@ -49,7 +49,7 @@ def state_of(gateway: Gateway, index: int = 0) -> str:
 
 
 def kill_when_ready(gateway: Gateway, index: int = 0) -> None:
-    """SIGKILL the worker of a slot once it is ready; returns when the gateway has registered it."""
+    """SIGKILL a slot's worker once it is ready; waits until the stats show the exit."""
     eventually(lambda: state_of(gateway, index) == "ready", what="a ready worker")
     pid = gateway.kill_worker(index)
     eventually(lambda: gateway.stats()["workers"][index]["pid"] != pid, what="the worker's end")
@@ -63,7 +63,7 @@ def test_hanging_model_is_logged_with_a_stack(tmp_path: Path) -> None:
         gateway.wait_ready()
         assert score(gateway) == [4, 7]
         log = gateway.text()
-    assert "ms, with batch 1 of model `slow/1`: it is ended" in log
+    assert "ms, with batch 1 of model `slow/1`" in log
     assert "Fatal Python error: Aborted" in log and "in run_with_iobinding" in log
     assert "ended by SIGABRT, which this gateway sent" in log
 

@@ -131,7 +131,7 @@ def test_manifest_that_contradicts_the_program_is_rejected(tmp_path: Path) -> No
     assert "`x` has the shape" in log_of_failed_start(tmp_path, table)
 
 
-def test_weights_of_another_program_are_rejected(tmp_path: Path) -> None:
+def test_incomplete_weights_are_rejected(tmp_path: Path) -> None:
     table = served(tmp_path / "scaled", "model.pt2", EXPORT, WEIGHTS)
     save_file({"linear.weight": WEIGHT}, tmp_path / "scaled" / "model.safetensors")
     assert "lacks weights of the program" in log_of_failed_start(tmp_path, table)

@@ -68,6 +68,6 @@ def test_modules_begin_with_a_noun_or_verb_phrase(path: Path) -> None:
     assert not OPENINGS.match(first)
 
 
-def test_the_style_page_has_ten_pairs() -> None:
+def test_style_page_has_ten_pairs() -> None:
     section = STYLE.read_text("utf-8").partition("## Language")[2].partition("\n## ")[0]
     assert len(re.findall(r"^\| [^|]+ \| [^|]+ \|$", section, re.MULTILINE)) >= 10 + 1

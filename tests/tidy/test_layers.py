@@ -1,4 +1,4 @@
-"""Who may import whom, and which library comes in by which door: read from the source."""
+"""Import rules: package layers, the importers of each library, and pure modules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# What each package may import of the others, from the bottom to the top: a package imports only
-# packages that the table lists before it.
+# Packages that each package may import. Lower layers come first: a package imports only packages
+# above it in the table.
 LAYERS = {
     "build_info": "",
     "errors": "",
@@ -53,11 +53,11 @@ LAYERS = {
         "supervision repository protocols gateway client iskander_worker"
     ),
 }
-# Imports against the table that exist for type checkers only.
+# Exceptions to the table, for type checkers only.
 TYPE_ONLY = {("iskander/telemetry/aggregate.py", "gateway")}
 
-# Where each library may be imported; what to use elsewhere.
-DOORS = {
+# Modules that may import a library, and the alternative for all others.
+IMPORTERS = {
     "prometheus_client": (
         ("iskander/telemetry/metrics.py", "iskander/telemetry/aggregate.py"),
         "iskander.telemetry.metrics",
@@ -103,7 +103,7 @@ DOORS = {
             "iskander/client/",
             "workers/iskander_worker/record_batches.py",
         ),
-        "nothing: only the worker of a model that speaks Arrow has it",
+        "no alternative: only workers of models that use Arrow load it",
     ),
     "torch": (("workers/iskander_worker/backends/torch.py",), "iskander_worker.backends.torch"),
     "skops": (("workers/iskander_worker/backends/python.py",), "iskander_worker.backends.python"),
@@ -121,7 +121,7 @@ DOORS = {
         ),
         "the supervisor, or iskander_worker.sandbox.client",
     ),
-    "multiprocessing": ((), "a worker of its own command"),
+    "multiprocessing": ((), "a worker process"),
     "pickle": (("workers/iskander_worker/backends/python.py",), "msgspec"),
 }
 
@@ -191,19 +191,19 @@ SOURCES = sorted(
 
 @functools.cache
 def imports(name: str) -> frozenset[str]:
-    """Every module that a file imports, late imports too; `from a import b` counts as a.b too."""
-    found = set()
+    """Modules that a file imports, including late imports; `from a import b` adds a.b too."""
+    names = set()
     for node in ast.walk(ast.parse((ROOT / name).read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return frozenset(found)
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
 
 
 def package_of(module: str) -> str | None:
-    """The package of ours that a module belongs to; None for a library and for the version."""
+    """The package of a module in the layers table; None for libraries and the version."""
     first, _, rest = module.partition(".")
     if first == "iskander_worker":
         return first
@@ -213,7 +213,6 @@ def package_of(module: str) -> str | None:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_layers(name: str) -> None:
-    """A file imports only what its package may."""
     module = name.removesuffix(".py").removeprefix("workers/").replace("/", ".")
     package = package_of(module)
     used = {other for each in imports(name) if (other := package_of(each)) is not None}
@@ -225,15 +224,15 @@ def test_layers(name: str) -> None:
         assert used <= {package, *LAYERS[package].split()}, name
 
 
-def test_layers_have_an_order() -> None:
-    """No package imports one below it in the table, so that there is no circle."""
+def test_layers_have_no_cycle() -> None:
+    """Each package imports only packages above it in the table."""
     above: set[str] = set()
     for package, allowed in LAYERS.items():
         assert set(allowed.split()) <= above, package
         above.add(package)
 
 
-def test_no_circle_of_modules_at_run_time() -> None:
+def test_no_import_cycle_at_run_time() -> None:
     """Late imports count; imports for type checkers do not."""
     modules = {_module(name): name for name in SOURCES}
     graph = {module: _runtime_imports(name, set(modules)) for module, name in modules.items()}
@@ -252,31 +251,28 @@ def _runtime_imports(name: str, modules: set[str]) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = []
-    found = set()
+    targets = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (names & modules) or ({node.module} & modules)
-    return found - {_module(name)}
+            targets |= (names & modules) or ({node.module} & modules)
+    return targets - {_module(name)}
 
 
 @pytest.mark.parametrize("package", [each for each in LAYERS if each != "_generated"])
-def test_every_package_is_in_the_architecture(package: str) -> None:
-    """The page on the architecture lists each package with its subject."""
+def test_every_package_is_on_the_architecture_page(package: str) -> None:
     assert f"`{package}" in (ROOT / "docs/architecture.md").read_text()
 
 
-@pytest.mark.parametrize("library", DOORS)
-def test_one_library_one_door(library: str) -> None:
-    """A library is imported at its door and nowhere else."""
-    doors, instead = DOORS[library]
+@pytest.mark.parametrize("library", IMPORTERS)
+def test_library_is_imported_only_by_its_modules(library: str) -> None:
+    importers, alternative = IMPORTERS[library]
     for name in SOURCES:
         uses = any(m == library or m.startswith(f"{library}.") for m in imports(name))
-        if uses and not any(name.startswith(door) for door in doors):
-            raise AssertionError(f"{name} imports {library}; use {instead}")
+        if uses and not any(name.startswith(importer) for importer in importers):
+            raise AssertionError(f"{name} imports {library}; use {alternative}")
 
 
 @pytest.mark.parametrize("name", PURE)
 def test_pure_modules_have_no_side_effects(name: str) -> None:
-    """Pure modules import no socket, thread, process or clock."""
     assert not imports(name) & IMPURE

@@ -1,4 +1,4 @@
-"""uv.lock and scripts/constraints.txt fit pyproject.toml and each other."""
+"""Consistency of uv.lock, scripts/constraints.txt and pyproject.toml."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_constraints_are_the_locked_versions() -> None:
 
 
 def test_every_dependency_is_locked() -> None:
-    """Without the network: each name, not each version."""
+    """Checks names only; versions need the network."""
     extras = PYPROJECT["optional-dependencies"].values()
-    wanted = [*PYPROJECT["dependencies"], *(each for extra in extras for each in extra)]
-    names = {re.match(r"[\w.-]+", each)[0].lower() for each in wanted}  # type: ignore[index]
+    requirements = [*PYPROJECT["dependencies"], *(each for extra in extras for each in extra)]
+    names = {re.match(r"[\w.-]+", each)[0].lower() for each in requirements}  # type: ignore[index]
     assert names - {name for name, _ in LOCKED} == set()
 
 
@@ -44,12 +44,12 @@ def test_lock_is_current() -> None:
     uv = shutil.which("uv") or shutil.which("uv", path=os.fspath(Path(sys.executable).parent))
     if uv is None:
         pytest.skip("uv is not installed")
-    done = subprocess.run(
+    result = subprocess.run(
         [uv, "lock", "--check", "--project", os.fspath(ROOT)],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode and re.search(r"(?i)network|dns|connect|timed out|fetch", done.stderr):
+    if result.returncode and re.search(r"(?i)network|dns|connect|timed out|fetch", result.stderr):
         pytest.skip("the package index cannot be reached")
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""Every type that is decoded was made ready for threads where it is defined."""
+"""Preparation of decoded msgspec types for use in threads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = [*(ROOT / "iskander").rglob("*.py"), *(ROOT / "workers").rglob("*.py")]
 
 
-def decoded(tree: ast.AST) -> Iterator[str]:
-    """Names of the types that a file has msgspec decode by a function, not by a decoder."""
+def decoded_types(tree: ast.AST) -> Iterator[str]:
+    """Names of the types that a file decodes by a msgspec function, without a decoder."""
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call):
             continue
@@ -22,8 +22,8 @@ def decoded(tree: ast.AST) -> Iterator[str]:
             yield from (ast.unparse(each.value) for each in call.keywords if each.arg == "type")
 
 
-def known(tree: ast.AST) -> Iterator[str]:
-    """Names of the types that a file prepares, and what its decoders of the module are of."""
+def prepared_types(tree: ast.AST) -> Iterator[str]:
+    """Names of the types that a file prepares, or that its decoders use."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             if any(ast.unparse(each) == "thread_safe" for each in node.decorator_list):
@@ -32,11 +32,11 @@ def known(tree: ast.AST) -> Iterator[str]:
             yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
 
 
-def test_every_type_that_is_decoded_is_prepared() -> None:
+def test_every_decoded_type_is_prepared() -> None:
     trees = {path: ast.parse(path.read_text()) for path in FILES}
-    ready = {name for tree in trees.values() for name in known(tree)}
-    # By another name: of ModelSpec there is a decoder by the messages, the others are parameters.
-    ready |= {"ModelSpec", "ModelConfig", "kind", "kinds[section]", "dict[str, msgspec.Raw]"}
-    found = {name: path.name for path, tree in trees.items() for name in decoded(tree)}
-    assert len(found) > 10
-    assert {name: file for name, file in found.items() if name not in ready} == {}
+    prepared = {name for tree in trees.values() for name in prepared_types(tree)}
+    # ModelSpec is part of decoded messages; the others are names of parameters.
+    prepared |= {"ModelSpec", "ModelConfig", "kind", "kinds[section]", "dict[str, msgspec.Raw]"}
+    decoded = {name: path.name for path, tree in trees.items() for name in decoded_types(tree)}
+    assert len(decoded) > 10
+    assert {name: file for name, file in decoded.items() if name not in prepared} == {}

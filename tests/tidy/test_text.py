@@ -1,4 +1,4 @@
-"""What is written keeps to its own rules: sizes, steps, generated pages, versions, links."""
+"""Rules for text: function length, docstrings, request steps, generated pages, links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_functions_are_of_a_size_to_read(path: Path) -> None:
+def test_functions_have_a_maximum_length(path: Path) -> None:
     text = path.read_text()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -32,24 +32,24 @@ def test_functions_are_of_a_size_to_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_module_says_what_it_is(path: Path) -> None:
+def test_every_module_has_a_docstring(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
-def test_the_journey_of_a_request_is_the_one_in_the_source() -> None:
+def test_request_page_lists_the_steps_of_the_source() -> None:
     """Each `# Step N` is in the function that docs/request.md names for it, in order."""
-    found: dict[int, list[str]] = {}
+    steps: dict[int, list[str]] = {}
     for path in SOURCES:
         for number in re.findall(r"# Step (\d+)$", path.read_text(), re.MULTILINE):
-            found.setdefault(int(number), []).append(path.name)
+            steps.setdefault(int(number), []).append(path.name)
     page = (ROOT / "docs" / "request.md").read_text()
-    told = {
+    documented = {
         int(number): re.findall(r"`([\w/]+\.py)`", line)
         for number, line in re.findall(r"^(\d+)\. (.*)$", page, re.MULTILINE)
     }
-    assert sorted(found) == sorted(told) == list(range(1, len(told) + 1))
-    for number, files in found.items():
-        assert files == [Path(told[number][0]).name], f"step {number}"
+    assert sorted(steps) == sorted(documented) == list(range(1, len(documented) + 1))
+    for number, files in steps.items():
+        assert files == [Path(documented[number][0]).name], f"step {number}"
 
 
 def test_generated_pages_are_fresh() -> None:
@@ -57,20 +57,20 @@ def test_generated_pages_are_fresh() -> None:
     assert subprocess.run(check, capture_output=True, text=True, check=False).stderr == ""
 
 
-def test_the_changelog_begins_with_this_version() -> None:
+def test_changelog_begins_with_this_version() -> None:
     entries = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert entries[0] == iskander.__version__
 
 
-def test_markdown_links_lead_somewhere() -> None:
+def test_markdown_links_have_existing_targets() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_readme_commands_are_real() -> None:
-    """Every `make` target that the README shows is there, and its outputs are filled in."""
+def test_readme_commands_exist() -> None:
+    """Every `make` target in the README exists, and no placeholder remains."""
     readme = (ROOT / "README.md").read_text()
     assert not re.search(r"@[A-Z]+@|TODO", readme)
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -1,10 +1,10 @@
-"""Streams of record batches: pyarrow reads the same messages, and validates them fully.
+"""Streams of record batches, with pyarrow and its full validation as the reference.
 
 Layout of an input: number of a contract (1 byte), then messages: length of the header (2 bytes) and
 of the body (4), header, body. The first one is the schema.
 
-The usual batch is read without pyarrow, so a header need not be a flatbuffer that its verifier
-passes: then the numbers in it are held against the body all the same, and the answer is checked.
+Most batches are parsed without pyarrow and its flatbuffer verifier. If only the verifier rejects a
+header, the parsed numbers must still fit the body, and the response must be valid.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ ITERATIONS = 1000
 LIMITS = LimitsConfig(rows=10_000, bytes=1 << 20, columns=16, nesting=4, string_bytes=1 << 18)
 STRICTER = (
     "buffers overlap",
-    "the header declares a body",  # Longer than what came.
+    "the header declares a body",  # Longer than the received body.
     "no record batch",
     "wanted a record batch",
     "big-endian",
     "a compressed buffer is not inside the body",
-    "its schema requires",  # More arrays or buffers than it needs.
-    "a buffer has 0 bytes",  # Of which pyarrow does not mind where it begins.
-    "requires 0;",  # Which it does not read.
+    "its schema requires",  # More arrays or buffers than needed.
+    "a buffer has 0 bytes",  # pyarrow ignores the offset of an empty buffer.
+    "requires 0;",  # pyarrow ignores this buffer.
     "a negative",
-    "rows make",  # Children of a list with more values than its rows.
+    "rows make",  # A list's child has more values than the rows need.
 )
-"""Of errors of streams that pyarrow reads."""
+"""Parts of error texts for streams that pyarrow accepts."""
 UNVERIFIED = (
     "Invalid flatbuffers message", "Expected to read", "Tried reading schema",
     "Unexpected null field",
 )  # fmt: skip
-"""Of pyarrow's errors: what it finds wrong with a header that is not read as a whole here."""
+"""Parts of pyarrow's errors about header parts that the gateway does not parse."""
 UNALIGNED = "-byte aligned offset"
-"""The same, of buffers at odd places, which are copied here before anything is made of them."""
+"""pyarrow's error for unaligned buffers, which the gateway copies first."""
 CLAIMED = "null_count value"
-"""The same, of columns that are passed through: their nulls are counted by their client alone."""
+"""pyarrow's error for null counts of passthrough columns, which the gateway does not check."""
 
 
 def _spec(name: str, text: str) -> TensorSpec:
@@ -67,8 +67,8 @@ CONTRACTS = (
 )
 
 
-class Judged(NamedTuple):
-    """What pyarrow reads: batches, and why no more."""
+class ReferenceResult(NamedTuple):
+    """The batches that pyarrow reads, and its error."""
 
     batches: list[pa.RecordBatch]
     error: str
@@ -93,18 +93,25 @@ def seeds() -> list[bytes]:
         "map": pa.array([[("a", 1)], [], None], pa.map_(pa.string(), pa.int8())),
         "run_ends": pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), ["a", None]),
     }
-    made = [written(0, {"x": x}), written(0, {"x": x, **kept}), written(1, {"x": x, "word": words})]
-    made += [written(0, {"x": x, name: column}) for name, column in other.items()]
+    streams = [
+        stream_of(0, {"x": x}),
+        stream_of(0, {"x": x, **kept}),
+        stream_of(1, {"x": x, "word": words}),
+    ]
+    streams += [stream_of(0, {"x": x, name: column}) for name, column in other.items()]
     for values in (pa.array(["ccc", "a"]), pa.array([b"\xff\xfe", b"a"])):
-        made += [replaced(number, values) for number in (0, 1)]
-    made += [written(2, {"pair": pair}), written(3, {"flag": x.cast(pa.bool_()), "kept": x})]
-    made += [written(0, {"x": x, **kept}, compression=each) for each in ("lz4", "zstd")]
-    made += [written(0, {"x": x, **other}), written(1, {"x": x, "word": words.dictionary_encode()})]
-    return made
+        streams += [stream_with_dictionaries(number, values) for number in (0, 1)]
+    streams += [stream_of(2, {"pair": pair}), stream_of(3, {"flag": x.cast(pa.bool_()), "kept": x})]
+    streams += [stream_of(0, {"x": x, **kept}, compression=each) for each in ("lz4", "zstd")]
+    streams += [
+        stream_of(0, {"x": x, **other}),
+        stream_of(1, {"x": x, "word": words.dictionary_encode()}),
+    ]
+    return streams
 
 
-def written(number: int, columns: dict[str, pa.Array], **options: Any) -> bytes:
-    """Two batches in a stream of pyarrow's."""
+def stream_of(number: int, columns: dict[str, pa.Array], **options: Any) -> bytes:
+    """A stream with two batches, written by pyarrow."""
     batch = pa.record_batch(list(columns.values()), names=list(columns))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
@@ -113,8 +120,8 @@ def written(number: int, columns: dict[str, pa.Array], **options: Any) -> bytes:
     return bytes((number,)) + join(messages_of(sink.getvalue()))
 
 
-def replaced(number: int, values: pa.Array) -> bytes:
-    """Two batches, the second one with another dictionary, which may be no UTF-8."""
+def stream_with_dictionaries(number: int, values: pa.Array) -> bytes:
+    """A stream of two batches with different dictionaries; the second may be invalid UTF-8."""
     values = pa.Array.from_buffers(pa.string(), len(values), values.buffers())
     batches = [
         pa.record_batch(
@@ -164,62 +171,62 @@ def run(raw: bytes) -> None:
         plan = Plan(schema[0], contract, LIMITS)
     except IskanderError as error:
         if isinstance(error, MalformedInput):
-            judged = reference(schema, [])
-            assert judged.error or is_stricter(error), f"pyarrow reads the schema\n{error}"
+            expected = reference(schema, [])
+            assert expected.error or is_stricter_rule(error), f"pyarrow accepts the schema\n{error}"
         return
     codec = StreamCodec(plan, LIMITS)
-    answers = [ipc.encapsulate(plan.response_header)]
-    arrived: list[ParsedBatch] = []
+    response = [ipc.encapsulate(plan.response_header)]
+    parsed: list[ParsedBatch] = []
     if "dictionary<" not in str(plan.schema):
-        # Kept, and never read, where pyarrow looks into them.
+        # The gateway does not decode these dictionaries; pyarrow does.
         rest = [each for each in rest if not is_dictionary(each[0])]
     for number, (header, body) in enumerate(rest):
         message = data_head(header, b"said", len(body)) + body
         try:
             codec.is_quick(message)
             codec.work_bytes(message)
-            one = codec.read(message)
+            read = codec.read(message)
         except LimitExceeded:
             return
         except IskanderError as error:
-            judged = reference(schema, rest[: number + 1])
-            assert judged.error or is_stricter(error), f"pyarrow reads it\n{error}"
+            expected = reference(schema, rest[: number + 1])
+            assert expected.error or is_stricter_rule(error), f"pyarrow accepts it\n{error}"
             break
-        if one is not None:
-            arrived.append(one)
-            answers += answer(codec, one)
+        if read is not None:
+            parsed.append(read)
+            response += response_messages(codec, read)
     else:
-        judged = reference(schema, used(rest))
+        expected = reference(schema, without_unused_dictionaries(rest))
         is_unverified = any(
-            word in judged.error for word in (*UNVERIFIED, UNALIGNED, CLAIMED)
-        ) or any(len(cut(*each)) < len(each[1]) for each in rest)
-        assert not judged.error or is_unverified, f"pyarrow refuses it\n{judged.error}"
-        assert len(arrived) == len(judged.batches) or judged.error
-    check_answers(answers, [one.rows for one in arrived])
-    for one, batch in zip(arrived, judged.batches, strict=False):
-        check_inputs(plan, one, batch)
+            word in expected.error for word in (*UNVERIFIED, UNALIGNED, CLAIMED)
+        ) or any(len(announced_body(*each)) < len(each[1]) for each in rest)
+        assert not expected.error or is_unverified, f"pyarrow rejects it\n{expected.error}"
+        assert len(parsed) == len(expected.batches) or expected.error
+    check_response(response, [each.rows for each in parsed])
+    for each, batch in zip(parsed, expected.batches, strict=False):
+        check_inputs(plan, each, batch)
 
 
-def reference(schema: tuple[bytes, bytes], messages: list[tuple[bytes, bytes]]) -> Judged:
-    """Read a stream as a whole."""
+def reference(schema: tuple[bytes, bytes], messages: list[tuple[bytes, bytes]]) -> ReferenceResult:
+    """Read a complete stream with pyarrow."""
     pieces = [ipc.encapsulate(schema[0])]
-    pieces += [ipc.encapsulate(header, cut(header, body)) for header, body in messages]
+    pieces += [ipc.encapsulate(header, announced_body(header, body)) for header, body in messages]
     batches: list[pa.RecordBatch] = []
     try:
         for header, body in messages:
-            pa.ipc.read_message(pa.py_buffer(ipc.encapsulate(header, cut(header, body))))
+            pa.ipc.read_message(pa.py_buffer(ipc.encapsulate(header, announced_body(header, body))))
         reader = pa.ipc.open_stream(pa.py_buffer(b"".join((*pieces, ipc.CONTINUATION, bytes(4)))))
-        str(reader.schema.names)  # Which need not be UTF-8.
+        str(reader.schema.names)  # Raises for names that are not UTF-8.
         for batch in reader:
             batch.validate(full=True)
             batches.append(batch)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        return Judged(batches, str(error) or type(error).__name__)
-    return Judged(batches, "")
+        return ReferenceResult(batches, str(error) or type(error).__name__)
+    return ReferenceResult(batches, "")
 
 
-def cut(header: bytes, body: bytes) -> bytes:
-    """The part of a body that a header announces; pyarrow reads the next message behind it."""
+def announced_body(header: bytes, body: bytes) -> bytes:
+    """The part of a body that its header announces; pyarrow reads the next message after it."""
     try:
         announced = ipc.read_message(header).body_bytes
     except MalformedInput:
@@ -227,8 +234,8 @@ def cut(header: bytes, body: bytes) -> bytes:
     return body[: max(announced, 0)]
 
 
-def used(messages: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Without dictionaries that no batch uses: a broken one is refused with its first batch."""
+def without_unused_dictionaries(messages: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Messages without unused dictionaries: a broken one is rejected with its first batch."""
     kept: list[tuple[bytes, bytes]] = []
     pending: dict[int, list[tuple[bytes, bytes]]] = {}
     for header, body in messages:
@@ -249,68 +256,72 @@ def is_dictionary(header: bytes) -> bool:
         return False
 
 
-def is_stricter(error: IskanderError) -> bool:
+def is_stricter_rule(error: IskanderError) -> bool:
     return isinstance(error, ContractError) or any(word in str(error) for word in STRICTER)
 
 
-def answer(codec: StreamCodec, arrived: ParsedBatch) -> list[bytes]:
-    """The messages of a response."""
-    results = memoryview(bytes(body_layout(OUTPUTS, arrived.rows)[1]))
-    frames = codec.frames(codec.prepare(arrived, results))
+def response_messages(codec: StreamCodec, parsed: ParsedBatch) -> list[bytes]:
+    """The response messages of one batch."""
+    results = memoryview(bytes(body_layout(OUTPUTS, parsed.rows)[1]))
+    frames = codec.frames(codec.prepare(parsed, results))
     read = [read_flight_data(b"".join(frame)) for frame in frames]
     return [ipc.encapsulate(data.header, data.body) for data in read]
 
 
-def check_answers(messages: list[bytes], rows: list[int]) -> None:
-    """A client reads the responses, and they are valid."""
+def check_response(messages: list[bytes], rows: list[int]) -> None:
+    """Checks that pyarrow reads valid responses."""
     reader = pa.ipc.open_stream(pa.py_buffer(b"".join((*messages, ipc.CONTINUATION, bytes(4)))))
-    got = []
+    actual = []
     try:
         for batch in reader:
             batch.validate(full=True)
-            got.append(batch.num_rows)
+            actual.append(batch.num_rows)
     except pa.ArrowException as error:
         if CLAIMED in str(error):
             return
-        raise AssertionError(f"an answer cannot be read\n{error}") from None
-    assert got == rows
+        raise AssertionError(f"pyarrow rejects the response\n{error}") from None
+    assert actual == rows
 
 
-def check_inputs(plan: Plan, arrived: ParsedBatch, batch: pa.RecordBatch) -> None:
-    """The tensors are the elements that pyarrow reads."""
-    assert arrived.rows == batch.num_rows
+def check_inputs(plan: Plan, parsed: ParsedBatch, batch: pa.RecordBatch) -> None:
+    """Checks the tensors against the elements that pyarrow reads."""
+    assert parsed.rows == batch.num_rows
     specs = plan.contract.inputs
     texts = 0
-    for place, spec in enumerate(specs):
+    for index, spec in enumerate(specs):
         column = batch.column(spec.column)
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
-        wanted = [value for row in column.to_pylist() for value in flat(row)]
-        data = buffer_of(arrived, place)
+        expected_elements = [value for row in column.to_pylist() for value in flat(row)]
+        data = buffer_of(parsed, index)
         if spec.is_string:
-            joined = buffer_of(arrived, len(specs) + texts)
+            joined = buffer_of(parsed, len(specs) + texts)
             texts += 1
-            got: list[Any] = strings(data, joined, len(wanted))
+            actual: list[Any] = strings(data, joined, len(expected_elements))
         elif spec.type.dtype_name == "bool":
             bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
-            got = bits[: len(wanted)].astype(bool).tolist()
+            actual = bits[: len(expected_elements)].astype(bool).tolist()
         else:
-            got = np.frombuffer(data, spec.type.dtype.numpy)[: len(wanted)].tolist()
-        wanted = [each.encode() if isinstance(each, str) else each for each in wanted]
-        assert repr(got) == repr(wanted), f"other elements\n{got} where {wanted} was read"
+            actual = np.frombuffer(data, spec.type.dtype.numpy)[: len(expected_elements)].tolist()
+        expected_elements = [
+            each.encode() if isinstance(each, str) else each for each in expected_elements
+        ]
+        assert repr(actual) == repr(expected_elements), (
+            f"different elements\n{actual}, expected {expected_elements}"
+        )
 
 
-def buffer_of(arrived: ParsedBatch, index: int) -> memoryview:
-    if arrived.portions:
-        return arrived.portions[0].tensors[index]
-    start, stop = arrived.tensors[index]
-    body = arrived.body
+def buffer_of(parsed: ParsedBatch, index: int) -> memoryview:
+    if parsed.portions:
+        return parsed.portions[0].tensors[index]
+    start, stop = parsed.tensors[index]
+    body = parsed.body
     assert isinstance(body, memoryview)
     return body[start:stop]
 
 
 def strings(offsets: memoryview, joined: memoryview, count: int) -> list[bytes]:
-    """The values of strings, whose bytes begin where the first offset says, or there."""
+    """The values of strings; their bytes may begin at the first offset, or at zero."""
     if not count:
         return []
     ends = np.frombuffer(offsets, np.int32)[: count + 1].tolist()
@@ -335,7 +346,7 @@ def split(raw: bytes) -> list[tuple[bytes, bytes]]:
         middle = begin + int.from_bytes(raw[at : at + 2])
         end = middle + int.from_bytes(raw[at + 2 : at + 6])
         header = raw[begin:middle]
-        # Padded here, since pyarrow's framing would pad it for the reference alone.
+        # Padded here, because pyarrow's framing pads it only for the reference.
         messages.append((header + bytes(-(len(header) + 8) % ALIGNMENT), raw[middle:end]))
         at = end
     return messages

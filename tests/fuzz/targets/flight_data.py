@@ -1,6 +1,6 @@
-"""FlightData messages: the fields that protobuf's own runtime finds.
+"""FlightData messages, with the protobuf runtime as the reference.
 
-Stricter than the runtime, on purpose: groups, which proto3 does not have, are refused.
+Deliberately stricter than the runtime: groups, which proto3 does not have, are rejected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUMBERS = (1, 2, 3, 1000)
 
 
 def seeds() -> list[bytes]:
-    made = [
+    messages = [
         flight_pb2.FlightData(),
         flight_pb2.FlightData(data_header=b"header", data_body=b"body" * 20),
         flight_pb2.FlightData(
@@ -30,7 +30,10 @@ def seeds() -> list[bytes]:
         ),
         flight_pb2.FlightData(flight_descriptor={"type": 2, "cmd": b"model"}, data_body=b"x"),
     ]
-    return [*(each.SerializeToString() for each in made), data_head(b"head", b"meta", 3) + b"abc"]
+    return [
+        *(each.SerializeToString() for each in messages),
+        data_head(b"head", b"meta", 3) + b"abc",
+    ]
 
 
 def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
@@ -39,26 +42,26 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
 
 def run(raw: bytes) -> None:
     try:
-        wanted = flight_pb2.FlightData.FromString(raw)
+        expected = flight_pb2.FlightData.FromString(raw)
     except DecodeError:
-        wanted = None
+        expected = None
     try:
-        got = read_flight_data(raw)
+        actual = read_flight_data(raw)
     except MalformedInput:
-        assert wanted is None or has_group(raw), "refused, and the runtime reads it"
+        assert expected is None or has_group(raw), "rejected, but protobuf accepts it"
         return
     descriptors = descriptors_of(raw)
-    if wanted is None:
-        assert any(not is_descriptor(each) for each in descriptors), "the runtime refuses it"
+    if expected is None:
+        assert any(not is_descriptor(each) for each in descriptors), "protobuf rejects it"
         return
-    assert bytes(got.header) == wanted.data_header
-    assert bytes(got.body) == wanted.data_body
-    assert got.app_metadata == wanted.app_metadata
-    if got.head_bytes:
-        assert raw[got.head_bytes :] == wanted.data_body
+    assert bytes(actual.header) == expected.data_header
+    assert bytes(actual.body) == expected.data_body
+    assert actual.app_metadata == expected.app_metadata
+    if actual.head_bytes:
+        assert raw[actual.head_bytes :] == expected.data_body
     if len(descriptors) == 1:
-        assert got.descriptor is not None and bytes(got.descriptor) == descriptors[0]
-    assert (got.descriptor is None) == (not descriptors)
+        assert actual.descriptor is not None and bytes(actual.descriptor) == descriptors[0]
+    assert (actual.descriptor is None) == (not descriptors)
 
 
 def has_group(raw: bytes) -> bool:

@@ -1,8 +1,8 @@
-"""gRPC messages in DATA frames: framing and compression, on a connection without a socket.
+"""Framing and compression of gRPC messages in DATA frames, without a socket.
 
-Layout of an input: the call's encoding (1 byte), then the bytes of its stream. The reference takes
-messages apart by their prefixes and expands them by `gzip` and `zlib`. The stream is cut into DATA
-frames and reads at random places, and the outcome must not depend on them.
+Layout of an input: the call's encoding (1 byte), then the bytes of its stream. The reference splits
+the stream by message prefixes and decompresses messages with `gzip` and `zlib`. The stream is cut
+into DATA frames and reads at random positions; the outcome must not depend on them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ITERATIONS = 250
 ENCODINGS = ("gzip", "deflate", "identity", "", "snappy")
 MESSAGE_BYTES_MAX = 100_000
 READ_BYTES_MAX = 16_384
-SPARE_TURNS = 100
+TURNS_MAX = 100
 
 
 def seeds() -> list[bytes]:
@@ -78,11 +78,12 @@ def run(raw: bytes) -> None:
     encoding = ENCODINGS[raw[0] % len(ENCODINGS)] if raw else ""
     stream = raw[1:]
     random = Random(zlib.crc32(raw))
-    wanted = expected(stream, encoding)
+    expected_outcome = expected(stream, encoding)
     for cuts in (0, random.choice((1, 2, 5, 20))):
-        got = LOOP.run_until_complete(served(stream, encoding, random, cuts))
-        assert got == wanted, (
-            f"another outcome\n{brief(got)} where {brief(wanted)} was expected, cut {cuts} times"
+        actual = LOOP.run_until_complete(served(stream, encoding, random, cuts))
+        assert actual == expected_outcome, (
+            f"different outcome\n{brief(actual)}, expected {brief(expected_outcome)}, "
+            f"cut {cuts} times"
         )
 
 
@@ -90,16 +91,21 @@ def run(raw: bytes) -> None:
 async def served(
     stream: bytes, encoding: str, random: Random, cuts: int
 ) -> tuple[list[bytes], int]:
-    """What a handler reads, and the status that it ends with."""
+    """The messages that a handler reads, and its final status."""
     recorder = Recorder()
     peer = Peer(message_bytes=MESSAGE_BYTES_MAX)
     peer.host.serve_inline = recorder.serve
     extra = [("grpc-encoding", encoding)] if encoding else []
-    places = sorted(random.randint(0, len(stream)) for _ in range(cuts))
-    pieces = [stream[a:b] for a, b in zip([0, *places], [*places, len(stream)], strict=True)]
+    positions = sorted(random.randint(0, len(stream)) for _ in range(cuts))
+    pieces = [stream[a:b] for a, b in zip([0, *positions], [*positions, len(stream)], strict=True)]
     sent = [headers(1, request_fields(extra=extra), END_HEADERS)]
     sent += [
-        data(1, piece, END_STREAM if index == len(places) else 0, random.choice((None, None, 0, 9)))
+        data(
+            1,
+            piece,
+            END_STREAM if index == len(positions) else 0,
+            random.choice((None, None, 0, 9)),
+        )
         for index, piece in enumerate(pieces)
     ]
     peer.say(*sent, cut=random.randint(1, READ_BYTES_MAX) if cuts else READ_BYTES_MAX)
@@ -115,29 +121,29 @@ async def served(
 
 
 async def close(peer: Peer) -> None:
-    """End the connection; nothing of it is charged any more."""
+    """End the connection, and check that nothing stays charged."""
     peer.transport.abort()
     await asyncio.sleep(0)
-    for _ in range(SPARE_TURNS):  # Some calls end in each turn.
+    for _ in range(TURNS_MAX):  # Each turn of the loop ends some calls.
         await asyncio.sleep(0)
         if not peer.calls:
             break
     assert not peer.calls and not peer.host.connections and not peer.host.budget.holders
-    for _ in range(SPARE_TURNS):  # A thread that has expanded a message lets go of it a bit later.
+    for _ in range(TURNS_MAX):  # Decompression threads release messages later.
         if not peer.host.budget.used_bytes:
             return
         gc.collect()
         await asyncio.sleep(0.001)
-    raise AssertionError(f"{peer.host.budget.used_bytes} bytes are charged after the end")
+    raise AssertionError(f"{peer.host.budget.used_bytes} bytes stay charged after the end")
 
 
 def expected(stream: bytes, encoding: str) -> tuple[list[bytes], int]:
-    """Messages, and the status of what ends them."""
+    """The expected messages, and the final status."""
     messages = []
     whole, status = split(stream)
     for flag, payload in whole:
         if flag:
-            expanded = unpacked(payload, encoding)
+            expanded = decompressed(payload, encoding)
             if not isinstance(expanded, bytes):
                 return messages, expanded
             payload = expanded
@@ -146,7 +152,7 @@ def expected(stream: bytes, encoding: str) -> tuple[list[bytes], int]:
 
 
 def split(stream: bytes) -> tuple[list[tuple[int, bytes]], int]:
-    """The whole messages, and the status of what is behind them."""
+    """The complete messages, and the status after them."""
     messages, at = [], 0
     while at + 5 <= len(stream):
         length = int.from_bytes(stream[at + 1 : at + 5])
@@ -159,28 +165,28 @@ def split(stream: bytes) -> tuple[list[tuple[int, bytes]], int]:
     return messages, int(Status.INTERNAL if at < len(stream) else Status.OK)
 
 
-def unpacked(payload: bytes, encoding: str) -> bytes | int:
-    """An expanded message, or the status of what is wrong with it."""
+def decompressed(payload: bytes, encoding: str) -> bytes | int:
+    """A decompressed message, or its error status."""
     if encoding in ("", "identity"):
         return int(Status.INTERNAL)
     if encoding not in ("gzip", "deflate"):
         return int(Status.UNIMPLEMENTED)
-    unpacker: Any = zlib.decompressobj(31 if encoding == "gzip" else 15)
+    decompressor: Any = zlib.decompressobj(31 if encoding == "gzip" else 15)
     try:
-        most = MESSAGE_BYTES_MAX
+        limit = MESSAGE_BYTES_MAX
         if encoding == "gzip" and len(payload) >= 18:
             declared = int.from_bytes(payload[-4:], "little")
-            most = min(declared, most)
-            begun: Any = zlib.decompressobj(31)
-            is_long = len(begun.decompress(payload, INLINE_BYTES_MAX)) == INLINE_BYTES_MAX
-            if declared > MESSAGE_BYTES_MAX and is_long and not begun.eof:
+            limit = min(declared, limit)
+            inline: Any = zlib.decompressobj(31)
+            is_long = len(inline.decompress(payload, INLINE_BYTES_MAX)) == INLINE_BYTES_MAX
+            if declared > MESSAGE_BYTES_MAX and is_long and not inline.eof:
                 return int(Status.RESOURCE_EXHAUSTED)
-        raw = unpacker.decompress(payload, most + 1)
-        if most < len(raw) and most < MESSAGE_BYTES_MAX:
+        raw = decompressor.decompress(payload, limit + 1)
+        if limit < len(raw) and limit < MESSAGE_BYTES_MAX:
             return int(Status.INTERNAL)
         if len(raw) > MESSAGE_BYTES_MAX:
             return int(Status.RESOURCE_EXHAUSTED)
-        if not unpacker.eof or unpacker.unused_data:
+        if not decompressor.eof or decompressor.unused_data:
             return int(Status.INTERNAL)
     except zlib.error:
         return int(Status.INTERNAL)

@@ -1,7 +1,7 @@
-"""An HTTP/1.1 connection: `h11` by itself as the reference, and the same stream cut at other places.
+"""HTTP/1.1 connections, with `h11` alone and other fragmentations as the references.
 
-An input is what a client sends. The requests that an application gets are those that `h11` reads
-of it at once; where `h11` refuses something, the client is answered with 400 or let go.
+An input is the byte stream of a client. The application must receive the requests that `h11` reads
+from the unfragmented stream. If `h11` rejects a part, the response is 400 or a closed connection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORDS = [
 
 
 class Request(NamedTuple):
-    """A whole request."""
+    """A complete request."""
 
     method: bytes
     target: bytes
@@ -74,25 +74,25 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
 
 def run(raw: bytes) -> None:
     random = Random(zlib.crc32(raw))
-    places = sorted(random.randint(0, len(raw)) for _ in range(random.choice((1, 4, 30))))
-    cut = [raw[a:b] for a, b in zip([0, *places], [*places, len(raw)], strict=True)]
-    ways = [[raw], cut]
+    positions = sorted(random.randint(0, len(raw)) for _ in range(random.choice((1, 4, 30))))
+    cut = [raw[a:b] for a, b in zip([0, *positions], [*positions, len(raw)], strict=True)]
+    cuttings = [[raw], cut]
     if len(raw) < 400:
-        ways.append([bytes((byte,)) for byte in raw])
-    wanted, is_broken = reference(raw)
-    for pieces in ways:
-        got, written = LOOP.run_until_complete(served(pieces))
-        assert got == wanted, f"other requests\n{got} where h11 has {wanted}"
-        if is_broken and not wanted:
+        cuttings.append([bytes((byte,)) for byte in raw])
+    expected, is_rejected = reference(raw)
+    for pieces in cuttings:
+        actual, written = LOOP.run_until_complete(served(pieces))
+        assert actual == expected, f"different requests\n{actual}, h11 reads {expected}"
+        if is_rejected and not expected:
             assert written.startswith(b"HTTP/1.1 400") or not written
 
 
 def reference(raw: bytes) -> tuple[list[Request], bool]:
-    """The requests of a stream that is read at once, and whether something in it is refused."""
+    """The requests in an unfragmented stream, and whether `h11` rejects a part of it."""
     connection = h11.Connection(h11.SERVER, HEAD_BYTES_MAX)
     connection.receive_data(raw)
     requests: list[Request] = []
-    begun, body = None, b""
+    head, body = None, b""
     try:
         while True:
             event = connection.next_event()
@@ -103,16 +103,16 @@ def reference(raw: bytes) -> tuple[list[Request], bool]:
                     return requests, False
                 connection.start_next_cycle()
             elif isinstance(event, h11.Request):
-                begun, body = event, b""
+                head, body = event, b""
                 names = [name for name, _ in event.headers]
                 if b"content-length" in names and b"transfer-encoding" in names:
                     return requests, True
             elif isinstance(event, h11.Data):
                 body += bytes(event.data)
             elif isinstance(event, h11.EndOfMessage):
-                assert begun is not None
-                headers = [(bytes(name), bytes(value)) for name, value in begun.headers]
-                requests.append(Request(bytes(begun.method), bytes(begun.target), headers, body))
+                assert head is not None
+                headers = [(bytes(name), bytes(value)) for name, value in head.headers]
+                requests.append(Request(bytes(head.method), bytes(head.target), headers, body))
                 connection.send(h11.Response(status_code=404, headers=[("content-length", "0")]))
                 connection.send(h11.EndOfMessage())
                 if connection.our_state is h11.MUST_CLOSE:
@@ -122,7 +122,7 @@ def reference(raw: bytes) -> tuple[list[Request], bool]:
 
 
 class Transport(asyncio.Transport):
-    """Keeps what is written."""
+    """A transport that stores written bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,19 +157,19 @@ class Transport(asyncio.Transport):
 
 
 class Tracebacks(logging.Handler):
-    """Exceptions that the application met; a client may not cause any."""
+    """Collects logged exceptions; a client must not cause any."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.found: list[BaseException] = []
+        self.errors: list[BaseException] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[1] is not None:
-            self.found.append(record.exc_info[1])
+            self.errors.append(record.exc_info[1])
 
 
 async def served(pieces: list[bytes]) -> tuple[list[Request], bytes]:
-    """The requests that an application gets whole, and what the client is sent."""
+    """The complete requests of the application, and the bytes sent to the client."""
     requests: list[Request] = []
     failed: list[dict[str, Any]] = []
     LOOP.set_exception_handler(lambda _, context: failed.append(context))
@@ -215,8 +215,8 @@ async def served(pieces: list[bytes]) -> tuple[list[Request], bytes]:
     assert not port.connections
     limits.stop()
     log.removeHandler(tracebacks)
-    if tracebacks.found:
-        raise AssertionError("the application failed") from tracebacks.found[0]
+    if tracebacks.errors:
+        raise AssertionError("the application failed") from tracebacks.errors[0]
     for context in failed:
         raise context.get("exception") or AssertionError(context["message"])
     return requests, transport.written

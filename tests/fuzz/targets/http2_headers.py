@@ -1,8 +1,8 @@
-"""Header blocks of requests: the fields that `hpack` decodes, and rules read from the standards.
+"""Header blocks of requests, with `hpack` and the rules of the standards as the references.
 
-Layout of an input: blocks of one connection, each behind its length in 2 bytes. A block may be
-refused for a bound that is documented in `header_blocks`; each refusal is held against a reader of
-representations that counts them.
+Layout of an input: the blocks of one connection, each preceded by its length in 2 bytes. A block
+may be rejected for a bound of `header_block_reader`; a counter of representations checks each
+rejection.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def seeds() -> list[bytes]:
         join([plain.encode([*REQUEST[:4], REQUEST[2], *REQUEST[4:]], huffman=False)]),
         join([shared.encode(REQUEST, huffman=True) for _ in range(3)]),
         join([shared.encode([*REQUEST, ("n", "v" * 300)], huffman=True), b"\x82\xbe\xc0"]),
-        # A table of one entry: the same block means another field once that is replaced.
+        # A table with one entry: the same block is another field after the entry changes.
         join([b"\x3f\x21\x40\x01a\x01b", b"\xbe", b"\x40\x01a\x01c", b"\xbe", b"\xbe"]),
         join([resized.encode(REQUEST), b"\x3f\xe1\x1f\x82\x20\x82", b"\x82" * 40]),
     ]
@@ -73,33 +73,33 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
         if random.randrange(3):
             return mutation.flip(block, other, random)
         at = random.randrange(len(block) + 1)
-        return block[:at] + made(random) + block[at:]
+        return block[:at] + representation(random) + block[at:]
 
     def make() -> bytes:
-        return b"".join(made(random) for _ in range(random.choice((1, 3, 8, 60))))
+        return b"".join(representation(random) for _ in range(random.choice((1, 3, 8, 60))))
 
     return join(mutation.shuffle(split(raw), split(other), random, change, make))
 
 
 def run(raw: bytes) -> None:
-    ours, reference = HeaderBlockReader(), hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
+    reader, reference = HeaderBlockReader(), hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
     random = Random(zlib.crc32(raw))
     for block in split(raw):
-        wanted, why = decoded(reference, block)
+        expected_fields, error_text = decode_with_reference(reference, block)
         try:
-            fields = read_in_pieces(ours, block, random)
+            fields = read_in_pieces(reader, block, random)
         except ConnectionBroken as error:
-            assert wanted is None or is_over(block), f"refused: {error}"
+            assert expected_fields is None or exceeds_bound(block), f"rejected: {error}"
             return
-        assert wanted is not None, f"hpack refuses it: {why}"
-        assert not is_over(block), "a bound is not kept"
-        assert fields.pairs == [(text_of(name), text_of(value)) for name, value in wanted]
+        assert expected_fields is not None, f"hpack rejects it: {error_text}"
+        assert not exceeds_bound(block), "a bound was exceeded"
+        assert fields.pairs == [(text_of(name), text_of(value)) for name, value in expected_fields]
         check_request(fields.pairs)
         assert outcome(fields.pairs) == outcome_of(fields.request), "a repeated block differs"
 
 
 def read_in_pieces(blocks: HeaderBlockReader, block: bytes, random: Random) -> Any:
-    """Give a block as HEADERS and CONTINUATION."""
+    """Read a block as HEADERS and CONTINUATION frames."""
     cuts = sorted(random.randint(0, len(block)) for _ in range(random.choice((0, 0, 1, 3))))
     pieces = [block[a:b] for a, b in zip([0, *cuts], [*cuts, len(block)], strict=True)]
     blocks.on_headers(1, 0, memoryview(pieces[0]))
@@ -108,7 +108,9 @@ def read_in_pieces(blocks: HeaderBlockReader, block: bytes, random: Random) -> A
     return blocks.end()[2]
 
 
-def decoded(reference: hpack.Decoder, block: bytes) -> tuple[list[tuple[bytes, bytes]] | None, str]:
+def decode_with_reference(
+    reference: hpack.Decoder, block: bytes
+) -> tuple[list[tuple[bytes, bytes]] | None, str]:
     try:
         return [
             (bytes(name), bytes(value)) for name, value in reference.decode(block, raw=True)
@@ -125,8 +127,8 @@ def text_of(raw: bytes) -> str:
         return raw.decode("latin-1")
 
 
-def is_over(block: bytes) -> bool:
-    """Whether a block is over one of the bounds, by its representations."""
+def exceeds_bound(block: bytes) -> bool:
+    """Whether a block exceeds a bound, by the number of its representations."""
     at = fields = updates = huffman = 0
 
     def integer(bits: int) -> int:
@@ -163,7 +165,7 @@ def outcome(pairs: list[tuple[str, str]]) -> tuple[Any, ...]:
 
 
 def outcome_of(read: Any) -> tuple[Any, ...]:
-    """What reading a request comes to."""
+    """The result of reading a request."""
     try:
         head: RequestHeaders = read()
     except StreamError as error:
@@ -176,12 +178,12 @@ def outcome_of(read: Any) -> tuple[Any, ...]:
 
 
 def check_request(pairs: list[tuple[str, str]]) -> None:
-    got, wanted = outcome(pairs), expected(pairs)
-    assert got == wanted, f"another outcome\n{got} where {wanted} was expected"
+    actual, correct = outcome(pairs), expected(pairs)
+    assert actual == correct, f"different outcome\n{actual}, expected {correct}"
 
 
 def expected(pairs: list[tuple[str, str]]) -> tuple[Any, ...]:
-    """What a request is, by RFC 9113, section 8.3, and gRPC over HTTP/2."""
+    """The outcome of a request by RFC 9113, section 8.3, and gRPC over HTTP/2."""
     size = sum(len(name) + len(value) + 32 for name, value in pairs)
     parts = sum(len(value.split(",")) for name, value in pairs if name.endswith("-bin"))
     if size > HEADER_LIST_BYTES_MAX or parts > BINARY_PARTS_MAX:
@@ -204,19 +206,19 @@ def expected(pairs: list[tuple[str, str]]) -> tuple[Any, ...]:
             encoding = value
         elif name.endswith("-bin"):
             for part in value.split(","):
-                raw = unbase64(part)
+                raw = decode_base64(part)
                 if raw is None:
                     return ("status", int(Status.INTERNAL))
                 metadata.append((name, raw))
         elif not (name.startswith((":", "grpc-")) or name in ("te", "user-agent", "content-type")):
             metadata.append((name, value))
-    said = dict(pairs)
-    content_type = said.get("content-type", "")
-    if said[":method"] != "POST" or not (content_type + ";").startswith(
+    values = dict(pairs)
+    content_type = values.get("content-type", "")
+    if values[":method"] != "POST" or not (content_type + ";").startswith(
         ("application/grpc;", "application/grpc+")
     ):
         return ("status", int(Status.INTERNAL))
-    return ("call", said[":path"], timeout, encoding, tuple(metadata), content_bytes)
+    return ("call", values[":path"], timeout, encoding, tuple(metadata), content_bytes)
 
 
 def is_malformed(pairs: list[tuple[str, str]]) -> bool:
@@ -226,8 +228,8 @@ def is_malformed(pairs: list[tuple[str, str]]) -> bool:
         return True
     if set(pseudo) - {":method", ":scheme", ":path", ":authority"}:
         return True
-    said = dict(pairs)
-    if not all(said.get(name) for name in (":method", ":scheme", ":path")):
+    values = dict(pairs)
+    if not all(values.get(name) for name in (":method", ":scheme", ":path")):
         return True
     for name, value in pairs:
         if set(value) & set("\0\r\n"):
@@ -243,8 +245,8 @@ def is_malformed(pairs: list[tuple[str, str]]) -> bool:
     return False
 
 
-def unbase64(text: str) -> bytes | None:
-    """Base64 with its padding or without; None where it is none."""
+def decode_base64(text: str) -> bytes | None:
+    """Decoded base64, with or without padding; None if it is invalid."""
     match = re.fullmatch(r"([A-Za-z0-9+/]*)(={0,2})", text.strip())
     if match is None or len(match[1]) % 4 == 1:
         return None
@@ -254,8 +256,8 @@ def unbase64(text: str) -> bytes | None:
     return binascii.a2b_base64(match[1] + "=" * padding)
 
 
-def made(random: Random) -> bytes:
-    """A representation."""
+def representation(random: Random) -> bytes:
+    """A random header field representation."""
     kind = random.randrange(8)
     if kind == 0:
         return integer_of(
@@ -283,7 +285,7 @@ def literal(random: Random, text: bytes) -> bytes:
 
 
 def integer_of(random: Random, value: int, bits: int, first: int) -> bytes:
-    """An integer; at times with bytes that it does not need."""
+    """An integer; some have more bytes than needed."""
     raw = bytearray(hpack.hpack.encode_integer(value, bits))
     raw[0] |= first
     if len(raw) > 1 and not random.randrange(8):

@@ -1,4 +1,4 @@
-"""Inferential's observations: tensors and terms against the envelope that protobuf reads.
+"""Inferential's observations, with protobuf and byte slices as the references.
 
 Layout of an input: length of the envelope (2 bytes), envelope, payload.
 """
@@ -76,54 +76,59 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
 def run(raw: bytes) -> None:
     envelope, payload = split(raw)
     try:
-        wanted = wire.Observation.FromString(envelope)
+        expected = wire.Observation.FromString(envelope)
     except DecodeError:
-        wanted = None
+        expected = None
     try:
         observation = read_observation([b"", envelope, payload])
     except MalformedInput:
-        assert wanted is None or not (wanted.client.id and wanted.model_id)
+        assert expected is None or not (expected.client.id and expected.model_id)
         return
-    assert wanted is not None and bytes(observation.payload) == payload
-    check_terms(wanted)
-    check_question(wanted, observation, payload)
+    assert expected is not None and bytes(observation.payload) == payload
+    check_terms(expected)
+    check_tensors(expected, observation, payload)
 
 
-def check_terms(wanted: Any) -> None:
+def check_terms(expected: Any) -> None:
     try:
-        terms = read_terms(wanted, "me", newest_wins=False, wall_ns=WALL_NS)
+        terms = read_terms(expected, "me", newest_wins=False, wall_ns=WALL_NS)
     except MalformedInput:
-        assert {"deadline_ms", "ttl_ms", "newest_wins"} & set(wanted.metadata)
+        assert {"deadline_ms", "ttl_ms", "newest_wins"} & set(expected.metadata)
         return
     assert 0 <= terms.priority <= 9 and 0.0 <= terms.urgency <= 1.0
     assert math.isfinite(terms.age_ms) and terms.age_ms >= 0
-    for name, got in (("deadline_ms", terms.budget_ms), ("ttl_ms", terms.ttl_ms)):
-        assert (got is None) == (name not in wanted.metadata or wanted.metadata[name] == "null")
-        assert got is None or 0 <= got <= 86_400_000
+    for name, actual in (("deadline_ms", terms.budget_ms), ("ttl_ms", terms.ttl_ms)):
+        assert (actual is None) == (
+            name not in expected.metadata or expected.metadata[name] == "null"
+        )
+        assert actual is None or 0 <= actual <= 86_400_000
 
 
-def check_question(wanted: Any, observation: Observation, payload: bytes) -> None:
+def check_tensors(expected: Any, observation: Observation, payload: bytes) -> None:
     try:
-        question = read_tensors(CONTRACT, observation)
+        request = read_tensors(CONTRACT, observation)
     except IskanderError as error:
-        assert is_refusable(error, wanted, payload), str(error)
+        assert is_expected_error(error, expected, payload), str(error)
         render_error(ReplyAddress("me", "model", "1"), error, WALL_NS)
         return
-    assert len(question.tensors) == len(wanted.tensors)
-    for got, tensor in zip(question.tensors, wanted.tensors, strict=True):
+    assert len(request.tensors) == len(expected.tensors)
+    for actual, tensor in zip(request.tensors, expected.tensors, strict=True):
         begin = tensor.byte_offset
-        assert bytes(got.data) == payload[begin : begin + tensor.byte_length]
-        assert len(got.data) == tensor.byte_length
-        assert got.shape in (tuple(tensor.shape), (1, *tensor.shape))
+        assert bytes(actual.data) == payload[begin : begin + tensor.byte_length]
+        assert len(actual.data) == tensor.byte_length
+        assert actual.shape in (tuple(tensor.shape), (1, *tensor.shape))
     try:
-        taken = offered.read_inputs(CONTRACT, question.tensors, LIMITS)
+        request_inputs = offered.read_inputs(CONTRACT, request.tensors, LIMITS)
     except IskanderError:
         return
-    assert sum(map(len, taken.tensors)) == taken.rows * 12 + (taken.rows * 2 + 7) // 8
+    assert (
+        sum(map(len, request_inputs.tensors))
+        == request_inputs.rows * 12 + (request_inputs.rows * 2 + 7) // 8
+    )
 
 
-def is_refusable(error: IskanderError, wanted: Any, payload: bytes) -> bool:
-    tensors = wanted.tensors
+def is_expected_error(error: IskanderError, expected: Any, payload: bytes) -> bool:
+    tensors = expected.tensors
     if isinstance(error, Unsupported):
         return any(tensor.encoding not in (0, wire.RAW) for tensor in tensors)
     if isinstance(error, ContractError):

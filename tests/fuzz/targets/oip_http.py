@@ -1,7 +1,7 @@
-"""Inference requests over HTTP: bodies, JSON and tensors, against `json`, `zlib` and NumPy.
+"""Inference requests over HTTP, with `json`, `zlib` and NumPy as the references.
 
 Layout of an input: coding (1 byte), length of the JSON (2 bytes; 0xFFFF for all of the body), body.
-The JSON of the body is read again by Python's own reader, and each tensor is made by NumPy.
+Python's `json` decodes the head of the body, and NumPy each tensor.
 """
 
 from __future__ import annotations
@@ -62,17 +62,19 @@ def seeds() -> list[bytes]:
         "BOOL": [True, False, True], "BYTES": ["a", "", "é"], "FP64": [[1.0], ["Infinity"], [0]],
         "INT8": [[-128], [127], [0]],
     }  # fmt: skip
-    made = [
+    documents = [
         {"inputs": [{"name": "x", "datatype": name, "shape": [3, 1], "data": values}]}
         for name, values in data.items()
     ]
-    made += [
+    documents += [
         {"inputs": [{"name": "x", "datatype": name, "shape": [1], "data": [value]}]}
         for name, value in (("INT8", 128), ("UINT8", 256), ("UINT64", 1 << 64), ("INT8", -129))
     ]
-    made[0] |= {"id": "7", "parameters": {"timeout": 5, "binary_data_output": True}}
-    made[1] |= {"outputs": [{"name": "y", "parameters": {"binary_data": False}}, {"name": "z"}]}
-    plain = [b"\0\xff\xff" + json.dumps(each).encode() for each in made]
+    documents[0] |= {"id": "7", "parameters": {"timeout": 5, "binary_data_output": True}}
+    documents[1] |= {
+        "outputs": [{"name": "y", "parameters": {"binary_data": False}}, {"name": "z"}]
+    }
+    plain = [b"\0\xff\xff" + json.dumps(each).encode() for each in documents]
     binary = {"name": "x", "datatype": "FP32", "shape": [2, 1]}
     head = json.dumps({"inputs": [{**binary, "parameters": {"binary_data_size": 8}}]}).encode()
     tail = np.arange(2, dtype=np.float32).tobytes()
@@ -109,67 +111,67 @@ def run(raw: bytes) -> None:
     coding = CODINGS[raw[0] % len(CODINGS)] if raw else "identity"
     json_bytes, sent = int.from_bytes(raw[1:3]), raw[3:]
     body = LOOP.run_until_complete(received(sent, coding, Random(zlib.crc32(raw))))
-    wanted = unpacked(sent, coding)
-    assert body == wanted, "another body"
+    expected = decompressed(sent, coding)
+    assert body == expected, "different body"
     if body is None:
         return
     if json_bytes == 0:
         check_raw(body)
         return
     length = None if json_bytes == ALL else json_bytes
-    document = decoded(body if length is None else body[:length])
+    document = reference(body if length is None else body[:length])
     check_request(body, length, document)
 
 
 async def received(sent: bytes, coding: str, random: Random) -> bytes | None:
-    """A body that comes in pieces; None where it is refused."""
-    places = sorted(random.randint(0, len(sent)) for _ in range(random.choice((0, 1, 5))))
-    pieces = [sent[a:b] for a, b in zip([0, *places], [*places, len(sent)], strict=True)]
-    coming = iter([*pieces[:-1], pieces[-1]])
+    """The body as the gateway reads it in pieces; None if it is rejected."""
+    cuts = sorted(random.randint(0, len(sent)) for _ in range(random.choice((0, 1, 5))))
+    pieces = [sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
+    chunks = iter([*pieces[:-1], pieces[-1]])
     left = len(pieces)
 
     async def receive() -> dict[str, Any]:
         nonlocal left
         left -= 1
         await asyncio.sleep(0)
-        return {"type": "http.request", "body": next(coming), "more_body": left > 0}
+        return {"type": "http.request", "body": next(chunks), "more_body": left > 0}
 
     budget = ReceiveBudget(100 * BODY_BYTES_MAX)
-    room = BodyQuota(10 * BODY_BYTES_MAX, budget, MESSAGE_S, lambda reason: None)
-    with ReceivedBody(room) as held:
+    quota = BodyQuota(10 * BODY_BYTES_MAX, budget, MESSAGE_S, lambda reason: None)
+    with ReceivedBody(quota) as held:
         try:
             headers = Headers({"content-encoding": coding})
             body = bytes(await read_body(receive, headers, BODY_BYTES_MAX, held))
         except (LimitExceeded, MalformedInput, Unsupported):
             body = None
-        assert room.held_bytes <= 2 * BODY_BYTES_MAX
-    # The result of a thread lives until the next turn, and the thread lets go of it last.
+        assert quota.held_bytes <= 2 * BODY_BYTES_MAX
+    # A thread keeps a reference to its result until the next turn of the loop.
     for _ in range(FREED_WITHIN_MS):
         if not budget.used_bytes:
             break
         await asyncio.sleep(0.001)
-    assert room.held_bytes == budget.used_bytes == 0
+    assert quota.held_bytes == budget.used_bytes == 0
     return body
 
 
-def unpacked(sent: bytes, coding: str) -> bytes | None:
+def decompressed(sent: bytes, coding: str) -> bytes | None:
     if coding == "identity":
         return sent
     if coding == "br":
         return None
-    unpacker = zlib.decompressobj(31 if coding == "gzip" else 15)
+    decompressor = zlib.decompressobj(31 if coding == "gzip" else 15)
     try:
-        body = unpacker.decompress(sent, BODY_BYTES_MAX + 1)
+        body = decompressor.decompress(sent, BODY_BYTES_MAX + 1)
     except zlib.error:
         return None
-    is_whole = unpacker.eof and not unpacker.unused_data and len(body) <= BODY_BYTES_MAX
+    is_whole = decompressor.eof and not decompressor.unused_data and len(body) <= BODY_BYTES_MAX
     return body if is_whole else None
 
 
-def decoded(raw: bytes) -> Any:
-    """A document by Python's own reader, which is more lenient; None where it is none.
+def reference(raw: bytes) -> Any:
+    """A document decoded by `json`, which is more lenient; None if it is invalid.
 
-    Names that mean nothing need not be UTF-8.
+    Unknown names may be invalid UTF-8.
     """
     try:
         return json.loads(raw.decode(errors="replace"), parse_constant=lambda name: math.nan)
@@ -180,11 +182,11 @@ def decoded(raw: bytes) -> Any:
 def check_raw(body: bytes) -> None:
     for contract in (_contract("FP32", (2,)), _contract("BYTES", ())):
         try:
-            asked = read_raw(contract, memoryview(body))
+            request = read_raw(contract, memoryview(body))
         except ContractError:
             assert contract.inputs[0].type.dtype.oip == "FP32" and len(body) % 8
             continue
-        (tensor,) = asked.tensors
+        (tensor,) = request.tensors
         if tensor.datatype == "FP32":
             assert bytes(tensor.data) == body and tensor.shape == (len(body) // 8, 2)
         else:
@@ -194,26 +196,26 @@ def check_raw(body: bytes) -> None:
 def check_request(body: bytes, length: int | None, document: Any) -> None:
     contract = contract_for(document)
     try:
-        asked = read_request(memoryview(body), length, contract, LIMITS)
+        request = read_request(memoryview(body), length, contract, LIMITS)
     except IskanderError as error:
         assert isinstance(error, ContractError | LimitExceeded | MalformedInput | Unsupported)
-        assert not is_plain(document, length), f"refused: {error}"
+        assert not is_plain(document, length), f"rejected: {error}"
         return
-    assert isinstance(document, dict), "taken, and Python's reader refuses it"
-    given = document["inputs"]
-    assert [(each["name"], each["datatype"], tuple(each["shape"])) for each in given] == [
-        (tensor.name, tensor.datatype, tensor.shape) for tensor in asked.tensors
+    assert isinstance(document, dict), "accepted, but json rejects it"
+    inputs = document["inputs"]
+    assert [(each["name"], each["datatype"], tuple(each["shape"])) for each in inputs] == [
+        (tensor.name, tensor.datatype, tensor.shape) for tensor in request.tensors
     ]
-    assert asked.id == (document.get("id") or "")
-    check_tensors(asked, given, body, len(body) if length is None else length)
+    assert request.id == (document.get("id") or "")
+    check_tensors(request, inputs, body, len(body) if length is None else length)
     try:
-        offered.read_inputs(contract, asked.tensors, LIMITS)
+        offered.read_inputs(contract, request.tensors, LIMITS)
     except IskanderError:
         return
 
 
 def contract_for(document: Any) -> Contract:
-    """A model that takes the first input."""
+    """The contract of a model that accepts the first input."""
     try:
         first = document["inputs"][0]
         shape = tuple(max(int(each), 0) for each in first["shape"][1:])
@@ -223,9 +225,9 @@ def contract_for(document: Any) -> Contract:
         return _contract("FP32", (1,))
 
 
-def check_tensors(asked: ParsedRequest, given: list[Any], body: bytes, at: int) -> None:
-    is_named = [each["name"] for each in given] == ["x"]
-    for each, tensor in zip(given, asked.tensors, strict=True):
+def check_tensors(request: ParsedRequest, inputs: list[Any], body: bytes, at: int) -> None:
+    is_named = [each["name"] for each in inputs] == ["x"]
+    for each, tensor in zip(inputs, request.tensors, strict=True):
         size = (each.get("parameters") or {}).get("binary_data_size")
         raw = body[at : at + (size or 0)]
         at += len(raw)
@@ -241,12 +243,12 @@ def check_tensors(asked: ParsedRequest, given: list[Any], body: bytes, at: int) 
             assert [bytes(one) for one in body_to_strings(tensor.data, len(texts))] == texts
         else:
             with np.errstate(over="ignore"):
-                wanted = np.array(
+                expected = np.array(
                     [NOT_FINITE.get(x, x) if isinstance(x, str) else x for x in elements],
                     object if tensor.datatype.startswith(("I", "U")) else None,
                 ).astype(DTYPES[tensor.datatype])
-            got = np.frombuffer(tensor.data, DTYPES[tensor.datatype])
-            assert np.array_equal(got, wanted.reshape(-1), equal_nan=got.dtype.kind == "f")
+            actual = np.frombuffer(tensor.data, DTYPES[tensor.datatype])
+            assert np.array_equal(actual, expected.reshape(-1), equal_nan=actual.dtype.kind == "f")
         assert len(write_data(tensor)) == len(elements)
     assert at == len(body)
 
@@ -256,7 +258,7 @@ def flat(data: Any) -> list[Any]:
 
 
 def is_plain(document: Any, length: int | None) -> bool:
-    """Whether a request has nothing that can be refused: one input of small whole numbers."""
+    """Whether a request must be accepted: one input of small integers."""
     if length is not None or not isinstance(document, dict) or set(document) != {"inputs"}:
         return False
     inputs = document["inputs"]

@@ -1,8 +1,8 @@
-"""ModelInferRequest: the fields and tensors that protobuf's own runtime and NumPy make of it.
+"""ModelInferRequest, with the protobuf runtime and NumPy as the references.
 
-Requests that the runtime reads may be refused for limits and for what is not offered; each refusal
-is held against the message. Stricter than the runtime, on purpose: groups, which proto3 does not
-have, and an input with its contents twice are refused.
+Requests that the runtime accepts may be rejected for limits and unsupported features; each
+rejection is checked against the message. Deliberately stricter than the runtime: groups, which
+proto3 does not have, and repeated contents of an input are rejected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMITS = LimitsConfig(columns=8, rows=1000, bytes=1 << 20)
 AXES_MAX = 8
 NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8)
 NAMES = {dtype.oip: dtype for dtype in DTYPES}
-UNOFFERED = ("shared_memory_region", "classification", "sequence_id", "sequence_start")
+UNSUPPORTED = ("shared_memory_region", "classification", "sequence_id", "sequence_start")
 
 Request = oip_pb2.ModelInferRequest
 
@@ -48,7 +48,7 @@ def seeds() -> list[bytes]:
         "FP64": {"fp64_contents": [1.5, float("inf")]},
         "BYTES": {"bytes_contents": [b"ab", b""]},
     }
-    made = [
+    requests = [
         Request(
             model_name="model",
             id="7",
@@ -70,7 +70,7 @@ def seeds() -> list[bytes]:
     raw.parameters["timeout"].int64_param = 20_000
     raw.parameters["iskander-priority"].string_param = "2"
     raw.parameters["triton_enable_empty_final_response"].bool_param = True
-    return [b"", *(each.SerializeToString() for each in (*made, raw))]
+    return [b"", *(each.SerializeToString() for each in (*requests, raw))]
 
 
 def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
@@ -79,25 +79,27 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
 
 def run(raw: bytes) -> None:
     try:
-        wanted = Request.FromString(raw)
+        expected = Request.FromString(raw)
     except (DecodeError, UnicodeDecodeError):
-        wanted = None
+        expected = None
     try:
         scanned = scan(raw, LIMITS)
-        asked = read_head(scanned.head, LIMITS.columns)
-        assert wanted is not None or is_stray(raw, scanned), "the runtime refuses it"
-        if wanted is None:
+        head = read_head(scanned.head, LIMITS.columns)
+        assert expected is not None or has_invalid_typed_contents(raw, scanned), (
+            "protobuf rejects it"
+        )
+        if expected is None:
             return
-        check_head(wanted, asked, scanned)
-        contract = contract_of(wanted)
-        is_for_thread(asked, scanned)
-        tensors = tensors_of(asked, scanned, contract, LIMITS)
+        check_head(expected, head, scanned)
+        contract = contract_of(expected)
+        is_for_thread(head, scanned)
+        tensors = tensors_of(head, scanned, contract, LIMITS)
     except IskanderError as error:
-        assert wanted is None or is_refusable(error, wanted, raw), f"refused: {error}"
+        assert expected is None or is_expected_error(error, expected, raw), f"rejected: {error}"
         return
-    assert len(tensors) == len(wanted.inputs)
+    assert len(tensors) == len(expected.inputs)
     for number, tensor in enumerate(tensors):
-        check_tensor(tensor, number, wanted)
+        check_tensor(tensor, number, expected)
     try:
         offered.read_inputs(contract, tensors, LIMITS)
     except IskanderError:
@@ -105,7 +107,7 @@ def run(raw: bytes) -> None:
 
 
 def contract_of(message: Any) -> Contract:
-    """A model that takes these tensors, as far as there are such."""
+    """The contract of a model that accepts these tensors, if one exists."""
     inputs = {
         each.name: TensorSpec(
             each.name,
@@ -118,51 +120,53 @@ def contract_of(message: Any) -> Contract:
     return Contract(tuple(inputs.values()), ())
 
 
-def check_head(wanted: Any, asked: ParsedRequest, scanned: Scanned) -> None:
-    assert asked.model == wanted.model_name
-    assert asked.version == (wanted.model_version or None)
-    assert scanned.id.decode() == wanted.id
-    assert [bytes(each) for each in scanned.raw] == list(wanted.raw_input_contents)
-    described = [(each.name, each.datatype, tuple(each.shape)) for each in wanted.inputs]
-    assert asked.inputs == described
-    assert asked.outputs == tuple(each.name for each in wanted.outputs)
-    flag = wanted.parameters.get("triton_enable_empty_final_response")
-    assert asked.needs_final_flag == bool(flag is not None and flag.bool_param)
+def check_head(expected: Any, head: ParsedRequest, scanned: Scanned) -> None:
+    assert head.model == expected.model_name
+    assert head.version == (expected.model_version or None)
+    assert scanned.id.decode() == expected.id
+    assert [bytes(each) for each in scanned.raw] == list(expected.raw_input_contents)
+    described = [(each.name, each.datatype, tuple(each.shape)) for each in expected.inputs]
+    assert head.inputs == described
+    assert head.outputs == tuple(each.name for each in expected.outputs)
+    flag = expected.parameters.get("triton_enable_empty_final_response")
+    assert head.needs_final_flag == bool(flag is not None and flag.bool_param)
 
 
 def check_tensor(tensor: offered.Tensor, number: int, message: Any) -> None:
-    """A tensor's elements, where it is one that some input could take."""
-    given = message.inputs[number]
+    """Checks a tensor's elements, if an input can accept it."""
+    tensor_message = message.inputs[number]
     assert (tensor.name, tensor.datatype, tensor.shape) == (
-        given.name, given.datatype, tuple(given.shape),
+        tensor_message.name, tensor_message.datatype, tuple(tensor_message.shape),
     )  # fmt: skip
-    elements = elements_of(given)
+    elements = elements_of(tensor_message)
     if message.raw_input_contents:
-        wanted = message.raw_input_contents[number]
-        if given.datatype != "BYTES":
-            assert bytes(tensor.data) in (wanted, b"")
+        expected = message.raw_input_contents[number]
+        if tensor_message.datatype != "BYTES":
+            assert bytes(tensor.data) in (expected, b"")
         return
     if elements is None or not tensor.data:
         return
-    if given.datatype == "BYTES":
+    if tensor_message.datatype == "BYTES":
         assert [bytes(each) for each in body_to_strings(tensor.data, len(elements))] == elements
     else:
-        dtype = np.dtype(NAMES[given.datatype].numpy)
-        got = np.frombuffer(tensor.data, dtype)
-        assert got.tobytes() == np.array(elements, dtype).tobytes()
+        dtype = np.dtype(NAMES[tensor_message.datatype].numpy)
+        actual = np.frombuffer(tensor.data, dtype)
+        assert actual.tobytes() == np.array(elements, dtype).tobytes()
 
 
-def elements_of(given: Any) -> list[Any] | None:
+def elements_of(tensor_message: Any) -> list[Any] | None:
     """The elements that the runtime reads of an input's datatype."""
-    if given.datatype not in FIELDS:
+    if tensor_message.datatype not in FIELDS:
         return None
-    number = FIELDS[given.datatype].number
-    field = next(each for each in given.contents.DESCRIPTOR.fields if each.number == number)
-    return list(getattr(given.contents, field.name))
+    number = FIELDS[tensor_message.datatype].number
+    field = next(
+        each for each in tensor_message.contents.DESCRIPTOR.fields if each.number == number
+    )
+    return list(getattr(tensor_message.contents, field.name))
 
 
-def is_stray(raw: bytes, scanned: Scanned) -> bool:
-    """Whether what the runtime refuses may be in typed contents that no one has looked into."""
+def has_invalid_typed_contents(raw: bytes, scanned: Scanned) -> bool:
+    """Whether the runtime's error can be in typed contents, which are parsed later."""
     if not scanned.typed:
         return False
     return not all(map(is_contents, scanned.typed.values()))
@@ -176,19 +180,19 @@ def is_contents(raw: memoryview) -> bool:
     return True
 
 
-def is_refusable(error: IskanderError, message: Any, raw: bytes) -> bool:
-    """Whether an error is true of a message that the runtime reads."""
+def is_expected_error(error: IskanderError, message: Any, raw: bytes) -> bool:
+    """Whether an error is correct for a message that the runtime accepts."""
     text = error.message
     if isinstance(error, Unsupported):
-        return any(word in raw.decode("latin-1") for word in UNOFFERED)
+        return any(word in raw.decode("latin-1") for word in UNSUPPORTED)
     if isinstance(error, LimitExceeded):
-        return is_over(message, raw)
+        return exceeds_limit(message, raw)
     if isinstance(error, ContractError):
         names = [each.name for each in message.outputs]
         return len(set(names)) < len(names)
     assert isinstance(error, MalformedInput)
     if "is not a ModelInferRequest" in text or "contents are not a valid message" in text:
-        return has_odd_field(raw)
+        return has_group(raw)
     if "contents twice" in text:
         return raw.count(b"*") > 1
     if "beside raw ones" in text:
@@ -197,11 +201,11 @@ def is_refusable(error: IskanderError, message: Any, raw: bytes) -> bool:
         return len(message.inputs) != len(message.raw_input_contents)
     if "parameter" in text:
         return bool(message.parameters)
-    return is_misfit(text, message)
+    return has_wrong_elements(text, message)
 
 
-def is_misfit(text: str, message: Any) -> bool:
-    """Whether some input's elements are not what its datatype and shape say."""
+def has_wrong_elements(text: str, message: Any) -> bool:
+    """Whether elements of an input do not match its datatype and shape."""
     if "strings" in text and message.raw_input_contents:
         return True
     for each in message.inputs:
@@ -209,13 +213,13 @@ def is_misfit(text: str, message: Any) -> bool:
         if elements is None or len(elements) != prod(each.shape):
             return True
         others = len(each.contents.ListFields()) - bool(elements)
-        if others or is_wide(each.datatype, elements):
+        if others or is_out_of_range(each.datatype, elements):
             return True
-    # As the runtime, a field is cut to its width, and not a number that is longer than any.
+    # The runtime truncates a field to its width; the gateway rejects longer numbers.
     return "a value is out of range" in text or "more fields than its shape" in text
 
 
-def is_wide(datatype: str, elements: list[Any]) -> bool:
+def is_out_of_range(datatype: str, elements: list[Any]) -> bool:
     dtype = np.dtype(NAMES[datatype].numpy) if datatype != "BYTES" else None
     if dtype is None or dtype.kind not in "iu":
         return False
@@ -223,11 +227,11 @@ def is_wide(datatype: str, elements: list[Any]) -> bool:
     return any(not info.min <= each <= info.max for each in elements)
 
 
-def is_over(message: Any, raw: bytes) -> bool:
-    """Whether something of a message is over a limit."""
+def exceeds_limit(message: Any, raw: bytes) -> bool:
+    """Whether a message exceeds a limit."""
     fields = mutation.split_fields(raw)
     if fields is None:
-        return True  # It has groups, and may have too many fields before the first.
+        return True  # It has groups, perhaps after too many fields.
     inner = sum(
         len(mutation.split_fields(each.value) or [])
         for each in fields
@@ -235,8 +239,8 @@ def is_over(message: Any, raw: bytes) -> bool:
     )
     if len(fields) > 4 * LIMITS.columns + 16 or inner > 4 * (4 * LIMITS.columns + 16):
         return True
-    for what in (message.inputs, message.outputs, message.parameters):
-        if len(what) > LIMITS.columns:
+    for repeated in (message.inputs, message.outputs, message.parameters):
+        if len(repeated) > LIMITS.columns:
             return True
     total = 0
     for each in message.inputs:
@@ -247,8 +251,8 @@ def is_over(message: Any, raw: bytes) -> bool:
     return total > LIMITS.bytes
 
 
-def has_odd_field(raw: bytes) -> bool:
-    """Whether a message has groups, at any depth that is walked."""
+def has_group(raw: bytes) -> bool:
+    """Whether a message has groups, at any parsed depth."""
     fields = mutation.split_fields(raw)
     if fields is None:
         return True

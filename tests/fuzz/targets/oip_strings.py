@@ -1,4 +1,4 @@
-"""Strings in raw tensors: against a reader that takes them apart one by one.
+"""Strings in raw tensors, with a reader of single strings as the reference.
 
 Layout of an input: count (2 bytes), then the raw tensor.
 """
@@ -17,8 +17,8 @@ ITERATIONS = 2500
 
 
 def seeds() -> list[bytes]:
-    made = [[], [b""], [b"a", b"", b"ccc"], [b"x" * 300] * 3, [b"\xff\0", "é".encode()] * 9]
-    return [len(texts).to_bytes(2) + raw_strings(texts) for texts in made]
+    samples = [[], [b""], [b"a", b"", b"ccc"], [b"x" * 300] * 3, [b"\xff\0", "é".encode()] * 9]
+    return [len(texts).to_bytes(2) + raw_strings(texts) for texts in samples]
 
 
 def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
@@ -39,19 +39,19 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
 def run(raw: bytes) -> None:
     count, data = int.from_bytes(raw[:2]), raw[2:]
     texts = split(data)
-    is_right = texts is not None and len(texts) == count
+    is_valid = texts is not None and len(texts) == count
     try:
         body = raw_to_body(memoryview(data), count)
     except MalformedInput:
-        assert not is_right, "refused, and there are as many strings as it says"
+        assert not is_valid, "rejected, but the number of strings is correct"
         return
-    assert is_right, "taken, and there are not as many strings as it says"
+    assert is_valid, "accepted, but the number of strings is wrong"
     assert [bytes(text) for text in body_to_strings(body, count)] == texts
     assert bytes(body_to_raw(body, count)) == data
 
 
 def split(data: bytes) -> list[bytes] | None:
-    """All strings; None where the last one is cut short."""
+    """All strings; None if the last one is incomplete."""
     texts, at = [], 0
     while at < len(data):
         if at + 4 > len(data):

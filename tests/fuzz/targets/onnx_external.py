@@ -1,7 +1,7 @@
-"""External tensors of an ONNX file: against protobuf's own parser.
+"""External tensors of an ONNX file, with protobuf's parser as the reference.
 
-If both accept a file, they find the same references. The walk may reject more: encodings that
-parsers read in different ways.
+If both accept a file, they find the same references. The worker's parser may also reject
+encodings that parsers read in different ways.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ITERATIONS = 1500
 
 
 def tensor(**entries: str) -> TensorProto:
-    made = TensorProto(dims=[2], data_type=1, name="w")
+    proto = TensorProto(dims=[2], data_type=1, name="w")
     for key, value in entries.items():
-        made.external_data.add(key=key, value=value)
-    return made
+        proto.external_data.add(key=key, value=value)
+    return proto
 
 
 def seeds() -> list[bytes]:
@@ -46,15 +46,15 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
 
 def run(raw: bytes) -> None:
     try:
-        found = external_tensors(memoryview(raw), "model.onnx")
+        external = external_tensors(memoryview(raw), "model.onnx")
     except ManifestError:
         return
     model = ModelProto()
     try:
         model.ParseFromString(raw)
     except DecodeError:
-        return  # In a message that cannot contain a tensor; the runtime does not open it either.
-    assert Counter(each.location for each in found) == Counter(locations(model))
+        return  # Invalid in a message without tensors; ONNX Runtime rejects it too.
+    assert Counter(each.location for each in external) == Counter(locations(model))
 
 
 def locations(message: Any) -> list[str]:
@@ -62,9 +62,9 @@ def locations(message: Any) -> list[str]:
     if isinstance(message, TensorProto):
         entries = {entry.key: entry.value for entry in message.external_data}
         return [entries["location"]] if "location" in entries else []
-    found: list[str] = []
+    external: list[str] = []
     for field, value in message.ListFields():
         if field.message_type is not None:
             each = value if field.is_repeated else [value]
-            found += [name for part in each for name in locations(part)]
-    return found
+            external += [name for part in each for name in locations(part)]
+    return external

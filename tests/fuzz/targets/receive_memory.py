@@ -1,9 +1,8 @@
-"""Memory of received messages: calls of one connection under a small receive budget.
+"""Memory of received messages on one connection with a small receive budget.
 
-An input is a list of steps, 3 bytes each: what, of which call, how much. Messages that arrive are
-those that were sent; the budget is never below zero, nor far above its limit where others use half
-of it at most; at the end nothing is charged. The window of a call and the limit are made small, so
-that little is sent.
+An input is a list of steps of 3 bytes: kind, call, amount. Received messages must equal the sent
+ones. The charge is never below zero, and at most one frame above the limit; other holders use up to
+half of the limit. At the end, nothing is charged. Windows and limit are small, so inputs are short.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from iskander.transport.http2.call import Call
 from iskander.transport.http2.status import RpcError, Status
 
 ITERATIONS = 500
-OPEN, BEGIN, GO_ON, END, RESET, READ, WAIT, FINISH, OTHERS = range(9)
+OPEN, BEGIN, CONTINUE, END, RESET, READ, WAIT, FINISH, OTHERS = range(9)
 WINDOW_BYTES: Final = 1 << 17
 LIMIT_BYTES: Final = 1 << 19
 SLACK_BYTES: Final = 1 << 17
-"""Of what is charged after it has come: one frame."""
+"""Possible excess of the charge, because a frame is charged after it arrives."""
 CALLS = 6
 STEP_BYTES = 3
 STEPS_MAX = 120
@@ -38,9 +37,9 @@ class Sender:
     """The client's half of one call.
 
     Attributes:
-        sent: Lengths of the messages that were begun.
-        left: Bytes of the last one that are not sent.
-        read: Messages that have arrived.
+        sent: Lengths of all messages, including the last, incomplete one.
+        left: Unsent bytes of the last message.
+        read: Number of messages read.
     """
 
     def __init__(self, stream_id: int) -> None:
@@ -51,9 +50,9 @@ class Sender:
 
 
 def seeds() -> list[bytes]:
-    large = [(OPEN, 0, 0), (BEGIN, 0, 60), *[(GO_ON, 0, 127)] * 5, (READ, 0, 0), (END, 0, 0)]
+    large = [(OPEN, 0, 0), (BEGIN, 0, 60), *[(CONTINUE, 0, 127)] * 5, (READ, 0, 0), (END, 0, 0)]
     many = [step for call in range(5) for step in ((OPEN, call, 0), (BEGIN, call, 12))]
-    many += [(GO_ON, call, 90) for call in (0, 1, 2, 3, 4, 0, 1, 2, 3, 4)]
+    many += [(CONTINUE, call, 90) for call in (0, 1, 2, 3, 4, 0, 1, 2, 3, 4)]
     stalled = [*many, (WAIT, 0, 30), (WAIT, 0, 200), (READ, 0, 0), (READ, 3, 0)]
     others = [(OTHERS, 0, 100), *large, (OTHERS, 0, 0), (WAIT, 0, 1), *large]
     small = [(OPEN, 1, 0), *[(BEGIN, 1, 0)] * 20, (READ, 1, 0), (RESET, 1, 0), (OPEN, 2, 0)]
@@ -88,26 +87,26 @@ async def played(steps: list[bytes]) -> None:
     calls: dict[int, Call] = {}
     peer.host.serve_inline = lambda call: calls.update({call.stream_id: call}) is None
     senders: dict[int, Sender] = {}
-    taken, last_id = 0, -1
-    for what, number, amount in steps:
+    charged, last_id = 0, -1
+    for kind, number, amount in steps:
         if peer.transport.is_closed:
             break
         number %= CALLS
         sender = senders.get(number)
-        if what % 9 == OPEN:
+        if kind % 9 == OPEN:
             last_id += 2
             senders[number] = Sender(last_id)
             peer.open(last_id)
-        elif what % 9 == OTHERS:
-            budget.release(taken)
-            taken = min(4096 * amount, LIMIT_BYTES // 2)
-            taken = taken if budget.try_charge(taken) else 0
-        elif what % 9 == WAIT:
+        elif kind % 9 == OTHERS:
+            budget.release(charged)
+            charged = min(4096 * amount, LIMIT_BYTES // 2)
+            charged = charged if budget.try_charge(charged) else 0
+        elif kind % 9 == WAIT:
             wait(peer, amount)
         elif sender is not None:
-            step(peer, sender, calls.get(sender.stream_id), what % 9, amount)
+            step(peer, sender, calls.get(sender.stream_id), kind % 9, amount)
         assert 0 <= budget.used_bytes <= LIMIT_BYTES + SLACK_BYTES, budget.used_bytes
-    budget.release(taken)
+    budget.release(charged)
     for call in calls.values():
         call.on_input = None
     calls.clear()
@@ -118,34 +117,34 @@ async def played(steps: list[bytes]) -> None:
     await asyncio.sleep(0)
 
 
-def step(peer: Peer, sender: Sender, call: Call | None, what: int, amount: int) -> None:
+def step(peer: Peer, sender: Sender, call: Call | None, kind: int, amount: int) -> None:
     stream_id = sender.stream_id
-    if what == READ and call is not None:
+    if kind == READ and call is not None:
         read(call, sender)
-    elif what == FINISH and call is not None:
+    elif kind == FINISH and call is not None:
         call.end(Status.OK)
         sender.is_over = True
     elif sender.is_over or call is None:
         return
-    elif what == RESET:
+    elif kind == RESET:
         peer.say(client.rst_stream(stream_id))
         sender.is_over = True
-    elif what == BEGIN and not sender.left:
+    elif kind == BEGIN and not sender.left:
         sender.left = 8192 * amount
         sender.sent.append(sender.left)
         peer.say(client.data(stream_id, sender.left.to_bytes(5)))
-    elif what == GO_ON and sender.left:
+    elif kind == CONTINUE and sender.left:
         size = min(1024 * amount, sender.left, WINDOW_BYTES - call._received)
         if size > 0:
             sender.left -= size
             peer.say(client.data(stream_id, bytes((len(sender.sent) & 0xFF,)) * size))
-    elif what == END:
+    elif kind == END:
         peer.say(client.data(stream_id, b"", END_STREAM))
         sender.is_over = True
 
 
 def read(call: Call, sender: Sender) -> None:
-    """Read what has come: whole messages in their order."""
+    """Read complete messages, and check their order and content."""
     while call.has_input and not call.is_over:
         try:
             message = call.receive()
@@ -163,7 +162,7 @@ def read(call: Call, sender: Sender) -> None:
 
 
 def wait(peer: Peer, amount: int) -> None:
-    """Let time pass: messages that stall are refused, those that wait may be let in."""
+    """Advance the time: stalled messages are rejected, and waiting ones may get memory."""
     now = peer.connection._read_ns + amount * WAIT_NS
     for call in list(peer.calls.values()):
         call.check_timeouts(now)

@@ -1,4 +1,4 @@
-"""Terms that clients say: in headers and `app_metadata`, against JSON and plain rules.
+"""Terms in headers and `app_metadata`, with `json` and msgpack as the references.
 
 Layout of an input: kind (1 byte: headers, JSON, msgpack), then text; headers are lines.
 """
@@ -32,15 +32,15 @@ BOUNDS = {
 
 
 def seeds() -> list[bytes]:
-    said = {"deadline_ms": 20, "priority": 0, "client": "robot-7", "newest_wins": True}
-    said |= {"urgency": 0.5, "ttl_ms": 1.5, "steps_remaining": 3, "timestamp_ns": 1 << 60}
-    lines = "\n".join(f"iskander-{name.replace('_', '-')}: {said[name]}" for name in said)
+    terms = {"deadline_ms": 20, "priority": 0, "client": "robot-7", "newest_wins": True}
+    terms |= {"urgency": 0.5, "ttl_ms": 1.5, "steps_remaining": 3, "timestamp_ns": 1 << 60}
+    lines = "\n".join(f"iskander-{name.replace('_', '-')}: {terms[name]}" for name in terms)
     return [
         b"\0" + lines.encode().replace(b"\niskander-timestamp-ns: 1152921504606846976", b""),
         b"\0iskander-errors: in-band\niskander-region: r\nother: x",
-        b"\1" + json.dumps({"iskander": said, "mine": [1, None]}).encode(),
+        b"\1" + json.dumps({"iskander": terms, "mine": [1, None]}).encode(),
         b"\1" + json.dumps({"iskander": None}).encode(),
-        b"\2" + msgspec.msgpack.encode({"iskander": said, "mine": b"raw"}),
+        b"\2" + msgspec.msgpack.encode({"iskander": terms, "mine": b"raw"}),
     ]
 
 
@@ -65,20 +65,23 @@ def run(raw: bytes) -> None:
 def check_headers(text: bytes) -> None:
     lines = [line.partition(": ") for line in text.decode(errors="replace").split("\n")]
     pairs = [(name, value) for name, _, value in lines]
-    ours = {name: value for name, value in pairs if name.startswith("iskander-")}
+    iskander_headers = {name: value for name, value in pairs if name.startswith("iskander-")}
     try:
-        said = read_headers(pairs)
+        terms = read_headers(pairs)
     except MalformedInput:
-        assert ours
+        assert iskander_headers
         return
-    named = {name.removeprefix("iskander-").replace("-", "_"): ours[name] for name in ours}
-    for field, value in named.items():  # Of one that is spelled in two ways, the last counts.
-        got = getattr(said, field)
+    by_field = {
+        name.removeprefix("iskander-").replace("-", "_"): iskander_headers[name]
+        for name in iskander_headers
+    }
+    for field, value in by_field.items():  # The last of two spellings counts.
+        value_read = getattr(terms, field)
         if field in ("client", "route_key", "errors", "region"):
-            assert got == value or (got is None and value == "null")
-        elif got is not None and not isinstance(got, bool):
-            assert float(got) == float(value)
-        check_bounds(field, got)
+            assert value_read == value or (value_read is None and value == "null")
+        elif value_read is not None and not isinstance(value_read, bool):
+            assert float(value_read) == float(value)
+        check_bounds(field, value_read)
     try:
         parse_terms({name: value for name, value in pairs})
     except (MalformedInput, Unsupported) as error:
@@ -86,30 +89,32 @@ def check_headers(text: bytes) -> None:
 
 
 def check_metadata(raw: bytes) -> None:
-    wanted = decoded(raw)
+    expected = reference(raw)
     try:
-        said = read_metadata(raw)
+        terms = read_metadata(raw)
     except MalformedInput:
-        assert (isinstance(wanted, dict) and "iskander" in wanted) or wanted is None
+        assert (isinstance(expected, dict) and "iskander" in expected) or expected is None
         return
-    if wanted is None:
+    if expected is None:
         return
-    if not isinstance(wanted, dict) or wanted.get("iskander") is None:
-        assert said is None
+    if not isinstance(expected, dict) or expected.get("iskander") is None:
+        assert terms is None
         return
-    assert said is not None
-    for name, value in wanted["iskander"].items():
-        assert getattr(said, name) == value
-        check_bounds(name, getattr(said, name))
+    assert terms is not None
+    for name, value in expected["iskander"].items():
+        assert getattr(terms, name) == value
+        check_bounds(name, getattr(terms, name))
 
 
-def decoded(raw: bytes) -> Any:
-    """A document as Python values; None for what is not one or has a key twice."""
+def reference(raw: bytes) -> Any:
+    """A document as Python values; None if it is invalid or has a duplicate key."""
     try:
         if raw.lstrip()[:1] == b"{":
             if b"\\ud" in raw.lower():
-                return None  # Half of a surrogate pair is no text elsewhere.
-            return json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=refuse)
+                return None  # An unpaired surrogate is not valid text.
+            return json.loads(
+                raw.decode(), object_pairs_hook=unique, parse_constant=reject_constant
+            )
         read = msgspec.msgpack.decode(raw)
     except (ValueError, msgspec.MsgspecError, RecursionError, TypeError):
         return None
@@ -120,13 +125,13 @@ def has_text_keys(document: Any) -> bool:
     return not isinstance(document, dict) or all(type(key) is str for key in document)
 
 
-def refuse(name: str) -> None:
+def reject_constant(name: str) -> None:
     raise ValueError(name)
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("duplicate key")
     return dict(pairs)
 
 

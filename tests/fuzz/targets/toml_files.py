@@ -1,6 +1,6 @@
-"""Files that operators write: model manifests and tokens, against Python's `tomllib`.
+"""Files written by operators (model manifests and tokens), with `tomllib` as the reference.
 
-Layout of an input: which file (1 byte), then its text.
+Layout of an input: kind of file (1 byte), then its text.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ WORDS = [
 
 
 def seeds() -> list[bytes]:
-    """Of the models that come with the repository, and some of other kinds."""
-    found = sorted((engine.ROOT / "configs").rglob("manifest.toml"))
+    """Manifests of the repository's models, and other files."""
+    manifests = sorted((engine.ROOT / "configs").rglob("manifest.toml"))
     token = '[[tokens]]\nname = "a"\nsha256 = "' + "0f" * 32 + '"\nmodels = ["m*"]\nmanage = true\n'
     plain = 'format = 1\n[[inputs]]\ntensor = "x"\ncolumn = "a.b"\nnulls = "fill"\nfill = 1.5\n'
     plain += 'type = "list<int64>"\nmax_length = 8\nbuckets = [4, 8]\n[warm_up]\nseed = 3\n'
     return [
-        *(b"\0" + path.read_bytes()[:4000] for path in found),
+        *(b"\0" + path.read_bytes()[:4000] for path in manifests),
         b"\0" + plain.encode(),
         b"\1" + token.encode(),
         b"\1" + (token + token.replace("0f", "1f")).encode() + b"expires = 2030-01-01T00:00:00Z\n",
@@ -57,44 +57,44 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
 
 def run(raw: bytes) -> None:
     is_manifest, text = raw[:1] != b"\1", raw[1:]
-    wanted = decoded(text)
+    expected = reference(text)
     path = MANIFEST if is_manifest else TOKENS
     path.write_bytes(text)
     if is_manifest:
-        check_manifest(path, wanted)
+        check_manifest(path, expected)
     else:
-        check_tokens(path, wanted)
+        check_tokens(path, expected)
 
 
-def check_manifest(path: Path, wanted: Any) -> None:
+def check_manifest(path: Path, expected: Any) -> None:
     try:
         manifest = read_manifest(path.with_name("model.onnx"))
     except ManifestError:
         return
     assert manifest is not None
-    assert wanted is not None, "taken, and Python's reader refuses it"
-    assert manifest.format == wanted["format"] == 1
-    assert [each.tensor for each in manifest.inputs] == [x["tensor"] for x in wanted["inputs"]]
-    for each, said in zip(manifest.inputs, wanted["inputs"], strict=True):
-        assert each.column == said.get("column")
-        assert list(each.columns) == list(said.get("columns", []))
-        assert list(each.buckets) == list(said.get("buckets", []))
+    assert expected is not None, "accepted, but tomllib rejects it"
+    assert manifest.format == expected["format"] == 1
+    assert [each.tensor for each in manifest.inputs] == [x["tensor"] for x in expected["inputs"]]
+    for each, entry in zip(manifest.inputs, expected["inputs"], strict=True):
+        assert each.column == entry.get("column")
+        assert list(each.columns) == list(entry.get("columns", []))
+        assert list(each.buckets) == list(entry.get("buckets", []))
 
 
-def check_tokens(path: Path, wanted: Any) -> None:
+def check_tokens(path: Path, expected: Any) -> None:
     try:
         tokens = read_tokens(path)
     except ConfigError:
         return
-    assert wanted is not None, "taken, and Python's reader refuses it"
-    said = wanted.get("tokens", [])
-    assert [token.name for token in tokens] == [each["name"] for each in said]
-    assert [token.sha256 for token in tokens] == [each["sha256"] for each in said]
+    assert expected is not None, "accepted, but tomllib rejects it"
+    entries = expected.get("tokens", [])
+    assert [token.name for token in tokens] == [each["name"] for each in entries]
+    assert [token.sha256 for token in tokens] == [each["sha256"] for each in entries]
     assert len({token.sha256 for token in tokens}) == len(tokens)
-    assert [token.manage for token in tokens] == [each.get("manage", False) for each in said]
+    assert [token.manage for token in tokens] == [each.get("manage", False) for each in entries]
 
 
-def decoded(text: bytes) -> Any:
+def reference(text: bytes) -> Any:
     try:
         return tomllib.loads(text.decode())
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Control messages between gateway and worker: every decoder, against msgspec's generic reader.
+"""Control messages of gateway and worker, with msgspec's generic decoder as the reference.
 
-Layout of an input: which decoder (1 byte), then the frame. A frame that is taken means what its
-plain values say, and is the same again once it is written and read.
+Layout of an input: decoder (1 byte), then the frame. A decoded frame has the values of the generic
+decoder, and is unchanged after encoding and decoding.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def seeds() -> list[bytes]:
     ]  # fmt: skip
     hello = wire.Hello(wire.PROTOCOL_VERSION, "1", None, 0, (1, 2))
     welcome = wire.Welcome(1, 0, 0, (0, 1), 1, None, 64, 64, 64, 1.0)
-    made = [to_gateway, to_worker, hello, welcome]
+    frames = [to_gateway, to_worker, hello, welcome]
     single = [bytes((0,)) + wire.encode([each]) for each in to_gateway]
     single += [bytes((1,)) + wire.encode([each]) for each in to_worker]
     return [
-        *(bytes((number,)) + wire.encode(each) for number, each in enumerate(made)),
+        *(bytes((number,)) + wire.encode(each) for number, each in enumerate(frames)),
         *single,
         b"\3" + wire.encode(wire.Refused("version", "no")),
         *(b"\0" + b"\x81" * more + b"\1" for more in (1, 4, 8, 9, 10)),
@@ -62,7 +62,7 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
         document = msgspec.msgpack.decode(raw[1:])
     except ValueError:
         return mutation.flip(raw, other, random)
-    return raw[:1] + wire.encode(changed(document, random))
+    return raw[:1] + wire.encode(with_changed_value(document, random))
 
 
 def run(raw: bytes) -> None:
@@ -71,7 +71,7 @@ def run(raw: bytes) -> None:
     decode = DECODERS[number]
     try:
         message = decode(frame)
-    except ValueError as error:  # What those who call it catch, and all that it raises.
+    except ValueError as error:  # The only errors that callers catch.
         assert isinstance(error, msgspec.DecodeError | UnicodeDecodeError)
         message = None
     if number == 2:
@@ -81,46 +81,48 @@ def run(raw: bytes) -> None:
             assert message is None
     if message is None:
         return
-    again = wire.encode(message)
-    assert repr(decode(again)) == repr(message)
+    encoded = wire.encode(message)
+    assert repr(decode(encoded)) == repr(message)
     try:
         plain = msgspec.msgpack.decode(frame)
     except ValueError:
-        return  # Values that are not known, and not read, need not be UTF-8.
-    check_prefix(plain, msgspec.msgpack.decode(again))
+        return  # Unknown values are not decoded, and may be invalid UTF-8.
+    check_prefix(plain, msgspec.msgpack.decode(encoded))
 
 
 def check_prefix(sent: Any, read: Any) -> None:
-    """Values are as they were; those at the end of an array that are not known are left out."""
+    """Checks that values are unchanged; unknown ones at the end of an array are dropped."""
     if isinstance(sent, list) and isinstance(read, list):
         for one, other in zip(sent, read, strict=False):
             check_prefix(one, other)
     elif isinstance(sent, dict) and isinstance(read, dict):
         assert len(sent) == len(read)
     else:
-        assert sent == read or repr(sent) == repr(read), f"{sent!r} became {read!r}"
+        assert sent == read or repr(sent) == repr(read), (
+            f"different values: {read!r}, expected {sent!r}"
+        )
 
 
 def check_varint(raw: bytes) -> None:
-    """A number is what its groups of seven bits say."""
-    last = next((place for place, byte in enumerate(raw) if byte < 0x80), None)
+    """Checks a varint against the sum of its groups of seven bits."""
+    last = next((index for index, byte in enumerate(raw) if byte < 0x80), None)
     try:
         value, end = read_varint(raw, 0)
     except IndexError:
         assert last is None or last >= 10
         return
     assert last is not None and end == last + 1
-    assert value == sum((byte & 0x7F) << 7 * place for place, byte in enumerate(raw[:end]))
+    assert value == sum((byte & 0x7F) << 7 * index for index, byte in enumerate(raw[:end]))
     assert read_varint(encode_varint(value), 0) == (value, len(encode_varint(value)))
 
 
-def changed(document: Any, random: Random) -> Any:
+def with_changed_value(document: Any, random: Random) -> Any:
     """Change one value of a document."""
     if isinstance(document, list) and document and random.randrange(8):
         items = list(document)
         at = random.randrange(len(items))
         if random.randrange(8):
-            items[at] = changed(items[at], random)
+            items[at] = with_changed_value(items[at], random)
         else:
             items[at : at + random.randrange(2)] = [items[at]] * random.randrange(3)
         return items

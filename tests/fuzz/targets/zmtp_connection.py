@@ -1,8 +1,8 @@
-"""A ZMTP connection: libzmq's own ROUTER as the reference, and the same stream cut at other places.
+"""ZMTP connections, with libzmq's ROUTER and other fragmentations as the references.
 
-An input is what a peer sends. libzmq reads it from a socket of the loopback; what it delivers has
-to be delivered here, unless the peer went over a limit. It is waited for as many messages as were
-delivered here, and then a moment for more.
+An input is the byte stream of a peer. libzmq reads it from a loopback socket. The gateway must
+deliver the same messages, unless the peer exceeded a limit. The test waits until libzmq has
+delivered as many messages as the gateway, and then briefly for more.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from iskander.transport.zmtp import frames
 
 ITERATIONS = 400
 LIMITS = (" bytes, limit ", "message of more than")
-"""Of reasons: libzmq has no such limits, or other ones."""
+"""Parts of reasons for limits that libzmq does not have."""
 STRICTER = (
     "invalid frame flags",
     "command without a name",
     "truncated READY",
     "message before READY",  # A READY that is not a command.
-    "unsupported socket type",  # READY without a type, or with another spelling than libzmq's.
+    "unsupported socket type",  # READY without a type, or with a spelling that libzmq does not use.
     "unexpected command",
     "unsupported ZMTP version",
-    "not a ZMTP greeting",  # Or a version before 2.0, which has no greeting.
+    "not a ZMTP greeting",  # Includes versions before 2.0, which have no greeting.
 )
-JUDGE_S, JUDGE_MS, MORE_MS = 1.0, 1000, 1
+REFERENCE_S, REFERENCE_MS, MORE_MS = 1.0, 1000, 1
 ATTEMPTS, DRAIN_MS = 3, 50
-"""Messages of the input before may come late."""
+"""Late messages of the previous input can arrive in between."""
 HELLO_BYTES = 107
-"""Of a ROUTER: its greeting, and READY."""
+"""Length of a ROUTER's greeting and READY."""
 
 _hello = frames.GREETING + frames.ready(Socket_Type=b"DEALER", Identity=b"robot-7")
 
 
 class Outcome(NamedTuple):
-    """What came of a peer."""
+    """Observed behavior of a connection."""
 
     identity: bytes | None
     messages: list[list[bytes]]
@@ -94,47 +94,49 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
 
 def run(raw: bytes) -> None:
     random = Random(zlib.crc32(raw))
-    whole = fed(raw, random, step=len(raw) or 1)
-    if b"SUBSCRIBE" not in raw and b"CANCEL" not in raw:  # Which it makes messages of.
+    unsplit = feed(raw, random, step=len(raw) or 1)
+    if b"SUBSCRIBE" not in raw and b"CANCEL" not in raw:  # libzmq turns these into messages.
         for left in reversed(range(ATTEMPTS)):
             try:
-                check_against_judge(raw, JUDGE.read(raw, whole), whole)
+                check_against_reference(raw, REFERENCE.read(raw, unsplit), unsplit)
                 break
             except AssertionError:
-                JUDGE.drain()
+                REFERENCE.drain()
                 if not left:
                     raise
-    for step, room in ((1, 1 << 30), (random.randint(1, 99), random.choice((0, 1, 3)))):
-        other = fed(raw, random, step, room)
-        if whole.reasons and room < 1 << 30:
-            count = len(other.messages)  # What a full session has not taken goes with its peer.
-            other = other._replace(messages=other.messages + whole.messages[count:])
-        assert other == whole, f"depends on the cut\n{other} where {whole} was"
+    for step, space in ((1, 1 << 30), (random.randint(1, 99), random.choice((0, 1, 3)))):
+        other = feed(raw, random, step, space)
+        if unsplit.reasons and space < 1 << 30:
+            count = len(other.messages)  # Undelivered messages are dropped with the peer.
+            other = other._replace(messages=other.messages + unsplit.messages[count:])
+        assert other == unsplit, f"depends on the fragmentation\n{other}, expected {unsplit}"
 
 
-def check_against_judge(raw: bytes, judged: Outcome, ours: Outcome) -> None:
-    if ours.reasons:
-        count = len(ours.messages)
-        assert ours.messages == judged.messages[:count], "other messages than libzmq's"
-        is_early = any(word in ours.reasons[0] for word in (*LIMITS, *STRICTER))
-        assert is_early or count == len(judged.messages), f"libzmq goes on\n{ours.reasons[0]}"
+def check_against_reference(raw: bytes, expected: Outcome, outcome: Outcome) -> None:
+    if outcome.reasons:
+        count = len(outcome.messages)
+        assert outcome.messages == expected.messages[:count], "messages differ from libzmq's"
+        is_early = any(word in outcome.reasons[0] for word in (*LIMITS, *STRICTER))
+        assert is_early or count == len(expected.messages), (
+            f"libzmq accepts it\n{outcome.reasons[0]}"
+        )
         return
-    assert ours.messages == judged.messages, "other messages than libzmq's"
-    said = split(raw[frames.GREETING_BYTES :])
-    if ours.messages and b"Identity" in said[0][1]:  # Spelled otherwise, libzmq does not know it.
-        assert judged.identity == ours.identity or (not ours.identity and judged.identity)
+    assert outcome.messages == expected.messages, "messages differ from libzmq's"
+    sent_frames = split(raw[frames.GREETING_BYTES :])
+    if outcome.messages and b"Identity" in sent_frames[0][1]:  # libzmq ignores other spellings.
+        assert expected.identity == outcome.identity or (not outcome.identity and expected.identity)
 
 
-def fed(raw: bytes, random: Random, step: int, room: int = 1 << 30) -> Outcome:
-    made: Awaitable[Outcome] = _fed(raw, step, room)
-    outcome: Outcome = LOOP.run_until_complete(made)  # type: ignore[arg-type]
+def feed(raw: bytes, random: Random, step: int, space: int = 1 << 30) -> Outcome:
+    result: Awaitable[Outcome] = _feed(raw, step, space)
+    outcome: Outcome = LOOP.run_until_complete(result)  # type: ignore[arg-type]
     return outcome
 
 
-async def _fed(raw: bytes, step: int, room: int) -> Outcome:
+async def _feed(raw: bytes, step: int, space: int) -> Outcome:
     failed: list[dict[str, Any]] = []
     LOOP.set_exception_handler(lambda _, context: failed.append(context))
-    peer = Peer(LOOP, room)
+    peer = Peer(LOOP, space)
     at = 0
     while at < len(raw) and not peer.transport.is_aborted:
         if peer.transport.reading:
@@ -142,10 +144,10 @@ async def _fed(raw: bytes, step: int, room: int) -> Outcome:
             at += step
             continue
         await asyncio.sleep(0)
-        make_room(peer)
+        make_space(peer)
     for _ in range(3 + len(raw) // frames.GREETING_BYTES):
         await asyncio.sleep(0)
-        make_room(peer)
+        make_space(peer)
     if peer.transport.reading:
         peer.connection.enforce_timeouts(peer.connection._read_ns)
     peer.connection.connection_lost(None)
@@ -156,14 +158,14 @@ async def _fed(raw: bytes, step: int, room: int) -> Outcome:
     return Outcome(peer.identity, messages, peer.reasons)
 
 
-def make_room(peer: Peer) -> None:
+def make_space(peer: Peer) -> None:
     if peer.is_full:
         peer.room += 50
         peer.connection.resume()
 
 
-class ReferenceClient:
-    """A ROUTER socket of libzmq."""
+class ReferenceRouter:
+    """A libzmq ROUTER socket."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -173,30 +175,33 @@ class ReferenceClient:
         self._router.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
         self._port = self._router.bind_to_random_port("tcp://127.0.0.1")
 
-    def read(self, raw: bytes, ours: Outcome) -> Outcome:
-        """What the socket delivers of a peer that sends that: as much as came here, or more.
+    def read(self, raw: bytes, outcome: Outcome) -> Outcome:
+        """The messages that the socket delivers from a peer that sends `raw`.
 
-        Frames are sent once it has greeted, as its own peers do.
+        Waits for at least as many as in `outcome`. Sends frames after the ROUTER's greeting, as
+        libzmq peers do.
         """
         messages: list[list[bytes]] = []
         identity: bytes | None = None
-        with socket.create_connection(("127.0.0.1", self._port), JUDGE_S) as peer:
+        with socket.create_connection(("127.0.0.1", self._port), REFERENCE_S) as peer:
             with contextlib.suppress(OSError):
                 peer.sendall(raw[: frames.GREETING_BYTES])
-                greeted, left = b"", 1
-                peer.settimeout(JUDGE_S if ours.messages else MORE_MS / 1000)
-                while left and len(greeted) < HELLO_BYTES:
-                    greeted += (piece := peer.recv(1000))
+                greeting, left = b"", 1
+                peer.settimeout(REFERENCE_S if outcome.messages else MORE_MS / 1000)
+                while left and len(greeting) < HELLO_BYTES:
+                    greeting += (piece := peer.recv(1000))
                     left = len(piece)
             with contextlib.suppress(OSError):
                 peer.sendall(raw[frames.GREETING_BYTES :])
-            while self._router.poll(JUDGE_MS if len(messages) < len(ours.messages) else MORE_MS):
+            while self._router.poll(
+                REFERENCE_MS if len(messages) < len(outcome.messages) else MORE_MS
+            ):
                 identity, *parts = self._router.recv_multipart()
                 messages.append(parts)
         return Outcome(identity, messages, [])
 
     def drain(self) -> None:
-        """Drop what comes late."""
+        """Drop late messages."""
         while self._router.poll(DRAIN_MS):
             self._router.recv_multipart()
 
@@ -204,13 +209,13 @@ class ReferenceClient:
 def framed(parts: list[bytes]) -> bytes:
     last = len(parts) - 1
     return b"".join(
-        frames.head(len(part), frames.MORE if place < last else 0) + part
-        for place, part in enumerate(parts)
+        frames.head(len(part), frames.MORE if index < last else 0) + part
+        for index, part in enumerate(parts)
     )
 
 
 def split(raw: bytes) -> list[tuple[int, bytes]]:
-    """Flags and body of the frames at the beginning."""
+    """Flags and body of the complete frames."""
     items, at = [], 0
     while at + 2 <= len(raw):
         flags = raw[at]
@@ -225,7 +230,7 @@ def split(raw: bytes) -> list[tuple[int, bytes]]:
 
 
 def head_of(length: int, flags: int, random: Random) -> bytes:
-    """The beginning of a frame; at times a false one."""
+    """Flags and length of a frame; some lengths are wrong."""
     if not random.randrange(30):
         length = mutation.number(random, length)
     if flags & frames.LONG or length > frames.SHORT_BYTES_MAX:
@@ -238,12 +243,12 @@ def command_body(random: Random) -> bytes:
     data = random.randbytes(random.choice((0, 2, 5, 18, 30)))
     if name == b"READY":
         kind = random.choice((b"DEALER", b"REQ", b"ROUTER", b"REP", b"PUB", b"", b"dealer"))
-        named = random.choice((b"Socket-Type", b"socket-type", b"SOCKET-TYPE", b"X"))
-        data = bytes((len(named),)) + named + len(kind).to_bytes(4) + kind
+        property_name = random.choice((b"Socket-Type", b"socket-type", b"SOCKET-TYPE", b"X"))
+        data = bytes((len(property_name),)) + property_name + len(kind).to_bytes(4) + kind
         if random.randrange(2):
-            who = random.randbytes(random.choice((0, 1, 5, 255)))
-            data += b"\x08Identity" + len(who).to_bytes(4) + who
+            identity = random.randbytes(random.choice((0, 1, 5, 255)))
+            data += b"\x08Identity" + len(identity).to_bytes(4) + identity
     return bytes((len(name),)) + name + data
 
 
-JUDGE = ReferenceClient()
+REFERENCE = ReferenceRouter()

@@ -1,7 +1,7 @@
-"""A Flight client with pyarrow: asks for a model's schema, then exchanges a stream of batches.
+"""Flight client with pyarrow: requests a model's schema, then exchanges a stream of batches.
 
-Arguments: address, model, a file with an Arrow IPC stream, and the file for the results as another.
-Prints the schema as the bytes of an IPC message, in hexadecimal; on an error its text, and exits 1.
+Arguments: address, model, a file with an Arrow IPC stream, and a file for the results.
+Prints the schema as an IPC message in hexadecimal. On an error, prints its text and exits with 1.
 """
 
 from __future__ import annotations

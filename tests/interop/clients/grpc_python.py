@@ -1,7 +1,7 @@
 """gRPC's interoperability test cases with grpcio: the synchronous client and the asyncio one.
 
 Arguments: the server's address, and `sync` or `aio`. Reads the name of a case from each line, and
-answers `ok` or what is wrong.
+prints `ok` or the error.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def streamed(sent: int, *received: int, **fields: Any) -> Any:
     )
 
 
-def equal(found: Any, wanted: Any, what: str) -> None:
-    if found != wanted:
-        raise AssertionError(f"{what}: {found!r:.200}, not {wanted!r:.200}")
+def equal(actual: Any, expected: Any, what: str) -> None:
+    if actual != expected:
+        raise AssertionError(f"{what}: {actual!r:.200}, expected {expected!r:.200}")
 
 
 def equal_body(message: Any, size: int) -> None:
@@ -58,7 +58,7 @@ def equal_body(message: Any, size: int) -> None:
 
 
 class Stubs:
-    """The methods, over either kind of channel."""
+    """The methods, over a synchronous or an asyncio channel."""
 
     def __init__(self, channel: Any) -> None:
         def stub(kind: str, path: str, request: Any, response: Any) -> Any:
@@ -92,7 +92,7 @@ def inputs(*sizes: int, **fields: Any) -> list[Any]:
     return [pb.StreamingInputCallRequest(payload=payload(size), **fields) for size in sizes]
 
 
-def expecting(value: bool) -> dict[str, Any]:
+def expect_compressed(value: bool) -> dict[str, Any]:
     return {"expect_compressed": pb.BoolValue(value=value)}
 
 
@@ -101,7 +101,7 @@ def metadata_of(pairs: Any) -> dict[str, Any]:
 
 
 class Sync:
-    """The cases by the synchronous client."""
+    """The cases with the synchronous client."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.stubs = Stubs(channel)
@@ -113,8 +113,8 @@ class Sync:
         equal_body(self.stubs.unary(large(), timeout=DEADLINE_S), LARGE_RECEIVED)
 
     def client_streaming(self) -> None:
-        answer = self.stubs.input(iter(inputs(*SENT)), timeout=DEADLINE_S)
-        equal(answer.aggregated_payload_size, sum(SENT), "the sum of sizes")
+        response = self.stubs.input(iter(inputs(*SENT)), timeout=DEADLINE_S)
+        equal(response.aggregated_payload_size, sum(SENT), "the sum of sizes")
 
     def server_streaming(self) -> None:
         received = list(self.stubs.output(streamed(0, *RECEIVED), timeout=DEADLINE_S))
@@ -151,13 +151,13 @@ class Sync:
         equal_body(next(call), RECEIVED[0])
         call.cancel()
         requests.put(None)
-        equal(ended(call), (grpc.StatusCode.CANCELLED, 0), "the status")
+        equal(final_status(call), (grpc.StatusCode.CANCELLED, 0), "the status")
 
     def timeout_on_sleeping_server(self) -> None:
         requests: queue.Queue[Any] = queue.Queue()
         requests.put(streamed(SENT[0]))
         call = self.stubs.duplex(iter(requests.get, None), timeout=0.001)
-        equal(ended(call), (grpc.StatusCode.DEADLINE_EXCEEDED, 0), "the status")
+        equal(final_status(call), (grpc.StatusCode.DEADLINE_EXCEEDED, 0), "the status")
         requests.put(None)
 
     def custom_metadata(self) -> None:
@@ -165,8 +165,8 @@ class Sync:
             "metadata": [(ECHO_INITIAL, INITIAL), (ECHO_TRAILING, TRAILING)],
             "timeout": DEADLINE_S,
         }
-        answer, unary = self.stubs.unary.with_call(large(), **options)
-        equal_body(answer, LARGE_RECEIVED)
+        response, unary = self.stubs.unary.with_call(large(), **options)
+        equal_body(response, LARGE_RECEIVED)
         duplex = self.stubs.duplex(iter([streamed(LARGE_SENT, LARGE_RECEIVED)]), **options)
         equal_body(next(duplex), LARGE_RECEIVED)
         equal(list(duplex), [], "responses at the end")
@@ -178,7 +178,7 @@ class Sync:
         status = pb.EchoStatus(code=2, message=MESSAGE)
         self._unary_status(MESSAGE)
         call = self.stubs.duplex(iter([streamed(0, response_status=status)]), timeout=DEADLINE_S)
-        equal(ended(call), (grpc.StatusCode.UNKNOWN, 0), "the status")
+        equal(final_status(call), (grpc.StatusCode.UNKNOWN, 0), "the status")
         equal(call.details(), MESSAGE, "the message")
 
     def special_status_message(self) -> None:
@@ -191,30 +191,32 @@ class Sync:
         self._fails(self.stubs.no_service, pb.Empty(), grpc.StatusCode.UNIMPLEMENTED)
 
     def client_compressed_unary(self) -> None:
-        self._fails(self.stubs.unary, large(**expecting(True)), grpc.StatusCode.INVALID_ARGUMENT)
+        self._fails(
+            self.stubs.unary, large(**expect_compressed(True)), grpc.StatusCode.INVALID_ARGUMENT
+        )
         for is_compressed in (True, False):
-            answer = self.stubs.unary(
-                large(**expecting(is_compressed)),
+            response = self.stubs.unary(
+                large(**expect_compressed(is_compressed)),
                 timeout=DEADLINE_S,
                 compression=GZIP if is_compressed else None,
             )
-            equal_body(answer, LARGE_RECEIVED)
+            equal_body(response, LARGE_RECEIVED)
 
     def client_compressed_streaming(self) -> None:
-        """A stream of each kind: the client cannot compress some messages of a stream only."""
-        probe = iter(inputs(27182, **expecting(True)))
+        """Two streams: the client cannot compress only some messages of a stream."""
+        probe = iter(inputs(27182, **expect_compressed(True)))
         self._fails(self.stubs.input, probe, grpc.StatusCode.INVALID_ARGUMENT)
         for is_compressed in (True, False):
-            answer = self.stubs.input(
-                iter(inputs(27182, 45904, **expecting(is_compressed))),
+            response = self.stubs.input(
+                iter(inputs(27182, 45904, **expect_compressed(is_compressed))),
                 timeout=DEADLINE_S,
                 compression=GZIP if is_compressed else None,
             )
-            equal(answer.aggregated_payload_size, 73086, "the sum of sizes")
+            equal(response.aggregated_payload_size, 73086, "the sum of sizes")
 
     def server_compressed_unary(self) -> None:
-        for wanted in (True, False):
-            request = large(response_compressed=pb.BoolValue(value=wanted))
+        for is_compressed in (True, False):
+            request = large(response_compressed=pb.BoolValue(value=is_compressed))
             equal_body(self.stubs.unary(request, timeout=DEADLINE_S), LARGE_RECEIVED)
 
     def server_compressed_streaming(self) -> None:
@@ -240,11 +242,11 @@ class Sync:
         except grpc.RpcError as error:
             equal(error.code(), code, "the status")
             return error.details()
-        raise AssertionError(f"the call ends with OK, not with {code}")
+        raise AssertionError(f"the call ended with OK, expected {code}")
 
 
-def ended(call: Iterator[Any]) -> tuple[grpc.StatusCode, int]:
-    """The status of a call that fails, and how many responses came before."""
+def final_status(call: Iterator[Any]) -> tuple[grpc.StatusCode, int]:
+    """The status of a call, and the number of responses before it."""
     received = 0
     try:
         for _ in call:
@@ -255,7 +257,7 @@ def ended(call: Iterator[Any]) -> tuple[grpc.StatusCode, int]:
 
 
 class Aio:
-    """The cases by the asyncio client, as far as it does them in another way."""
+    """The cases with the asyncio client, except those that use the same code."""
 
     def __init__(self, channel: aio.Channel) -> None:
         self.stubs = Stubs(channel)
@@ -356,15 +358,15 @@ class Aio:
         equal(await call.details(), message, "the message")
 
 
-def answer_lines(run: Callable[[str], None]) -> None:
-    for line in sys.stdin:
+def run_cases(run: Callable[[str], None]) -> None:
+    for case in sys.stdin:
         try:
-            run(line.strip())
+            run(case.strip())
         except Exception as error:
-            said = f"{type(error).__name__}: {error}".replace("\n", " ")
+            line = f"{type(error).__name__}: {error}".replace("\n", " ")
         else:
-            said = "ok"
-        sys.stdout.write(f"{said}\n")
+            line = "ok"
+        sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
 
@@ -373,18 +375,18 @@ def main() -> None:
     if kind == "sync":
         with grpc.insecure_channel(address) as channel:
             cases = Sync(channel)
-            answer_lines(lambda case: getattr(cases, case)())
+            run_cases(lambda case: getattr(cases, case)())
     else:
         with asyncio.Runner() as runner:
 
-            async def opened() -> aio.Channel:
+            async def open_channel() -> aio.Channel:
                 return aio.insecure_channel(address)
 
-            channel = runner.run(opened())
-            awaited = Aio(channel)
-            answer_lines(lambda case: runner.run(getattr(awaited, case)()))
+            channel = runner.run(open_channel())
+            aio_cases = Aio(channel)
+            run_cases(lambda case: runner.run(getattr(aio_cases, case)()))
             runner.run(channel.close())
-    # In order, grpcio can wait at the end for a lock that an ended thread held.
+    # In a regular exit, grpcio can wait for a lock of an ended thread.
     os._exit(0)
 
 

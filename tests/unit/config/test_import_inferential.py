@@ -281,8 +281,8 @@ def test_aliases_and_empty_tables_are_accepted(tmp_path: Path) -> None:
     assert result.models == ["a", "b"]
     assert dict(result.dropped) == {
         "x.max_inflight": "there is no such setting",
-        "models.known.a.max_inflight": "a worker has two batches",
-        "models.known.b.max_inflight": "a worker has two batches",
+        "models.known.a.max_inflight": "a worker has at most two batches in flight",
+        "models.known.b.max_inflight": "a worker has at most two batches in flight",
     }
 
 

@@ -162,7 +162,7 @@ def test_action_filters_and_returns_json(clock: Clock) -> None:
     ],
 )
 def test_malformed_query_is_rejected(body: bytes) -> None:
-    with pytest.raises(MalformedInput, match="action `metrics`: wanted"):
+    with pytest.raises(MalformedInput, match="action `metrics`: expected"):
         run_action(RecentValues(), body)
 
 

@@ -57,7 +57,7 @@ def test_repository_is_not_ready_before_its_first_scan(tmp_path: Path) -> None:
 def test_model_without_planned_workers_is_not_ready() -> None:
     """The port listens before the supervisor starts."""
     models = models_of([make_lane("m", is_ready=False)])
-    assert models.reasons() == ["model `m/1`: its workers have not come yet"]
+    assert models.reasons() == ["model `m/1`: its workers have not attached yet"]
     assert not models.is_settled and status_of(models) == "NOT_SERVING"
 
 

@@ -28,6 +28,7 @@ FULL = {
     "steps_remaining": 3,
     "timestamp_ns": WALL_NS - 7_000_000,
     "newest_wins": True,
+    "run_alone": True,
 }
 CALL_TERMS = {name: value for name, value in FULL.items() if name != "timestamp_ns"}
 """`timestamp_ns` applies to one batch."""
@@ -41,6 +42,7 @@ FULL_TERMS = Terms(
     steps_remaining=3,
     age_ms=7.0,
     is_newest_wins=True,
+    is_alone=True,
 )
 INVALID: list[tuple[str, Any]] = [
     ("client", ""),
@@ -128,8 +130,14 @@ def test_batch_terms_override_stream_terms(name: str, encode: Any) -> None:
         "steps_remaining": 0,
         "timestamp_ns": WALL_NS,
         "newest_wins": False,
+        "run_alone": False,
     }
-    field = {"deadline_ms": "budget_ms", "newest_wins": "is_newest_wins", "timestamp_ns": "age_ms"}
+    field = {
+        "deadline_ms": "budget_ms",
+        "newest_wins": "is_newest_wins",
+        "run_alone": "is_alone",
+        "timestamp_ns": "age_ms",
+    }
     terms = stream(**CALL_TERMS).of(encode({"iskander": {name: other[name]}}))
 
     expected = replace(FULL_TERMS, age_ms=0.0)  # A timestamp applies to one batch.

@@ -25,7 +25,7 @@ def test_intent_is_recorded_and_replaced(tmp_path: Path) -> None:
     record(intents, intents.get("m").without("1"))
     record(intents, intents.get("m").without("2"))
     record(intents, LoadIntent("n" * 300 + "/../").without(None))
-    assert intents.get("m") == LoadIntent("m", is_loaded=True, but=("1", "2"))
+    assert intents.get("m") == LoadIntent("m", is_loaded=True, excluded=("1", "2"))
     assert {intent.model[:1]: intent.is_loaded for intent in intents} == {"m": True, "n": False}
     record(intents, LoadIntent("m"))
     assert intents.get("m") == LoadIntent("m")
@@ -95,7 +95,7 @@ def test_lock_files_are_bounded_for_any_model_names(tmp_path: Path) -> None:
         ((), (LoadIntent("a"),), {"a"}),
         (("a", "b"), (LoadIntent("a", is_loaded=False),), {"b"}),
         (("*",), (LoadIntent("b", is_loaded=False), LoadIntent("gone")), {"a", "c", "gone"}),
-        (("a",), (LoadIntent("b", but=("1",)),), {"a", "b"}),
+        (("a",), (LoadIntent("b", excluded=("1",)),), {"a", "b"}),
     ],
 )
 def test_startup_loads_the_models_of_recorded_intents(

@@ -142,7 +142,7 @@ def test_worker_with_an_overdue_load_is_recycled_and_named(clock: Clock) -> None
         fleet.loading.on_leaving(fleet.workers[0], is_stopping=False)
         generations.update()
         error = error_of(generation)
-        assert isinstance(error, ManifestError) and "worker 0 had not loaded it" in error.message
+        assert isinstance(error, ManifestError) and "worker 0 did not load it" in error.message
         generations.close()
 
     run(scenario)
@@ -189,7 +189,7 @@ def test_worker_death_during_a_load_fails_the_load() -> None:
         generation = begin(generations, "m")
         fleet.loading.on_lost(fleet.workers[0])
         generations.update()
-        assert "worker 0 ended while it loaded it" in str(error_of(generation))
+        assert "worker 0 ended during the load" in str(error_of(generation))
         generations.close()
 
     run(scenario)

@@ -16,8 +16,8 @@ from iskander.repository.generation_lifecycle import TABLE, Action, Event, Stage
 from iskander.repository.routing import Routing
 from iskander.repository.scan import ScannedModel, list_model, list_models, read_settings, stamp_of
 from iskander.repository.version_policy import (
-    complaint_about,
-    move,
+    plan_transition,
+    routing_error,
     routing_of,
     settled,
     wanted_versions,
@@ -109,31 +109,31 @@ def test_routes_to_a_version_are_listed() -> None:
 
 
 def test_invalid_routing_is_reported() -> None:
-    assert complaint_about(Routing("stable", {"stable": "1"}, {"stable": 1})) == ""
-    assert "neither a version nor an alias" in complaint_about(Routing("stable"))
-    assert "split" in complaint_about(Routing(split={"gone": 1}))
-    assert "every weight is 0" in complaint_about(Routing(split={"1": 0}))
+    assert routing_error(Routing("stable", {"stable": "1"}, {"stable": 1})) == ""
+    assert "neither a version nor an alias" in routing_error(Routing("stable"))
+    assert "split" in routing_error(Routing(split={"gone": 1}))
+    assert "every weight is 0" in routing_error(Routing(split={"1": 0}))
 
 
 def test_old_versions_retire_when_all_wanted_versions_are_served() -> None:
-    assert move(["1"], ["2"], Routing()) == ([], True)
-    assert move(["1", "2"], ["2"], Routing()) == (["1"], True)
-    assert move(["1", "2"], [], Routing()) == (["1", "2"], True)
+    assert plan_transition(["1"], ["2"], Routing()) == ([], True)
+    assert plan_transition(["1", "2"], ["2"], Routing()) == (["1"], True)
+    assert plan_transition(["1", "2"], [], Routing()) == (["1", "2"], True)
 
 
 def test_routing_changes_when_all_its_targets_are_served() -> None:
     routing = Routing(aliases={"stable": "2"})
-    assert move(["1"], ["1", "2"], routing) == ([], False)
-    assert move(["1", "2"], ["1", "2", "3"], routing) == ([], True)
+    assert plan_transition(["1"], ["1", "2"], routing) == ([], False)
+    assert plan_transition(["1", "2"], ["1", "2", "3"], routing) == ([], True)
 
 
 def test_nothing_changes_while_routing_targets_are_missing() -> None:
     """A version that would retire may be a target of the current routing."""
     routing = Routing(default="stable", aliases={"stable": "4"})
-    assert move(["3"], ["3"], routing) == ([], False)
-    assert move(["2", "3"], ["3"], routing) == ([], False)
-    assert move(["3", "4"], ["4"], routing) == (["3"], True)
-    assert move(["3"], [], routing) == (["3"], True), "a removed model has no targets"
+    assert plan_transition(["3"], ["3"], routing) == ([], False)
+    assert plan_transition(["2", "3"], ["3"], routing) == ([], False)
+    assert plan_transition(["3", "4"], ["4"], routing) == (["3"], True)
+    assert plan_transition(["3"], [], routing) == (["3"], True), "a removed model has no targets"
 
 
 def test_only_states_of_two_equal_scans_are_applied() -> None:
@@ -153,7 +153,7 @@ def test_generation_stages_are_one_way_and_end_with_an_unload() -> None:
         assert (Action.UNLOAD in actions) == (following is Stage.GONE is not stage)
         if stage is Stage.LOADING and following is Stage.GONE:
             assert actions[0] is Action.REPORT_FAILURE
-    assert step(Stage.SERVING, Event.REFUSED) == (Stage.SERVING, ())
+    assert step(Stage.SERVING, Event.LOAD_FAILED) == (Stage.SERVING, ())
     assert all(actions for _, actions in TABLE.values())
 
 

@@ -77,7 +77,7 @@ def test_pair_in_both_tables_fails_validation(
 @pytest.mark.parametrize(
     ("pair", "rule", "message"),
     [
-        ((State.READY, Event.LOST), (State.ABSENT, (Action.SPAWN_LATER,)), "close for work"),
+        ((State.READY, Event.LOST), (State.ABSENT, (Action.SPAWN_LATER,)), "stop sending batches"),
         (
             (State.HUNG, Event.LOST),
             (State.ABSENT, (Action.COUNT_CRASH, Action.DETACH, Action.SPAWN_LATER)),
@@ -90,9 +90,9 @@ def test_pair_in_both_tables_fails_validation(
         ),
         ((State.HUNG, Event.LOST), (State.ABSENT, (Action.DETACH,)), "one start after each end"),
         ((State.HUNG, Event.LOST), (State.HUNG, (Action.KILL,)), "no way back to ready"),
-        ((State.STOPPING, Event.LOST), (State.STOPPING, (Action.KILL,)), "does not stop"),
-        ((State.ABSENT, Event.LOOPED), (State.ABSENT, ()), "transition without effect"),
-        ((State.LOADING, Event.LOADED), (State.READY, ()), "open for work"),
+        ((State.STOPPING, Event.LOST), (State.STOPPING, (Action.KILL,)), "not lead to stopped"),
+        ((State.ABSENT, Event.CRASH_LOOP), (State.ABSENT, ()), "transition without effect"),
+        ((State.LOADING, Event.LOADED), (State.READY, ()), "start sending batches"),
     ],
 )
 def test_validation_rejects_an_inconsistent_rule(
@@ -159,7 +159,7 @@ def test_exit_before_load_is_a_boot_failure_and_later_a_crash(
 
 
 def test_slot_in_crash_loop_starts_a_worker_like_an_absent_one() -> None:
-    state, actions = apply_events([Event.LOOPED, Event.SPAWN_DUE, Event.ATTACHED, Event.LOADED])
+    state, actions = apply_events([Event.CRASH_LOOP, Event.SPAWN_DUE, Event.ATTACHED, Event.LOADED])
     assert state is State.READY and Action.OPEN in actions
     assert step(State.LOOPING, Event.ATTACHED) == step(State.ABSENT, Event.ATTACHED)
     assert step(State.READY, Event.STEADY) == (State.READY, (Action.RESET_FAILURES,))
@@ -221,7 +221,7 @@ def test_timeout_kills_the_process(state: State) -> None:
 def test_hung_worker_is_closed_aborted_once_and_then_killed() -> None:
     """CLOSE is first: the worker must get no more batches."""
     state, actions = apply_events(
-        [Event.HUNG, Event.HUNG, Event.LEFT, Event.TIMED_OUT], State.READY
+        [Event.HUNG, Event.HUNG, Event.DRAIN_REQUESTED, Event.TIMED_OUT], State.READY
     )
 
     assert state is State.HUNG
@@ -235,16 +235,16 @@ def test_worker_that_hangs_during_drain_is_aborted_and_killed(state: State) -> N
     assert actions == [Action.ABORT, Action.KILL]
 
 
-@pytest.mark.parametrize("event", [Event.LEFT, Event.RECYCLE_DUE])
+@pytest.mark.parametrize("event", [Event.DRAIN_REQUESTED, Event.RECYCLE_DUE])
 def test_recycled_worker_is_drained_once(event: Event) -> None:
     """KEEP_OPEN is before CLOSE: no request is rejected in between."""
     leaving, actions = step(State.READY, event)
 
     assert leaving is State.LEAVING
     assert actions == (Action.KEEP_OPEN, Action.CLOSE, Action.DRAIN)
-    for later in (Event.LEFT, Event.RECYCLE_DUE, Event.STOP):
+    for later in (Event.DRAIN_REQUESTED, Event.RECYCLE_DUE, Event.STOP):
         assert Action.DRAIN not in step(leaving, later)[1]
-    assert step(State.LOADING, Event.LEFT) == (State.LEAVING, (Action.DRAIN,))
+    assert step(State.LOADING, Event.DRAIN_REQUESTED) == (State.LEAVING, (Action.DRAIN,))
 
 
 def test_lifecycle_without_failures() -> None:

@@ -304,7 +304,7 @@ INVALID = [
     (config(("0-4",)), make_topology(1, 4), 'workers.groups[0] = "0-4"', "cpus [4]"),
     (config(("0-4",)), make_topology(1, 4), "may use 0-3", "may not use"),
     (config(("0", "9,10")), make_topology(1, 4), 'workers.groups[1] = "9,10"', "cpus [9, 10]"),
-    (config(("0", "")), make_topology(1, 4), 'workers.groups[1] = ""', "an empty list"),
+    (config(("0", "")), make_topology(1, 4), 'workers.groups[1] = ""', "the cpu list is empty"),
     (config(("0-2", "2-3")), make_topology(1, 4), 'groups[1] = "2-3"', "[2] are in another group"),
     (config(("all",)), make_topology(1, 4), 'groups[0] = "all"', "a cpu list such as 0-3,8"),
     (config(()), make_topology(1, 4), "workers.groups", "is an empty list"),
@@ -319,7 +319,7 @@ INVALID = [
     ),
     (config(cores="most"), make_topology(1, 4), 'server.cores = "most"', "`auto` or a cpu list"),
     (config(cores="4"), make_topology(1, 4), 'server.cores = "4"', "may not use the cpus [4]"),
-    (config(cores=","), make_topology(1, 4), 'server.cores = ","', "of an empty list"),
+    (config(cores=","), make_topology(1, 4), 'server.cores = ","', "the cpu list is empty"),
     (config(cores="0-3"), make_topology(1, 4), 'server.cores = "0-3"', "leaves no cpu"),
     (config(("1-3",), cores="0-1"), make_topology(1, 4), 'cores = "0-1"', "[1] are in workers.gr"),
 ]

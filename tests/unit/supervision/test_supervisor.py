@@ -302,7 +302,7 @@ def make_timeout(
     target = lane()
     rejected: list[Lane] = []
     timeout = NoWorkerTimeout(
-        {0: target}, pool, wait_s=wait_s, refuse=lambda lane, _: rejected.append(lane)
+        {0: target}, pool, wait_s=wait_s, reject_queued=lambda lane, _: rejected.append(lane)
     )
     return timeout, target, rejected
 
@@ -383,12 +383,12 @@ def test_lane_with_its_quorum_is_ready() -> None:
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        (State.ABSENT, "its workers have not come yet"),
+        (State.ABSENT, "its workers have not attached yet"),
         (State.STARTING, "its workers are loading"),
         (State.LOADING, "its workers are loading"),
         (State.HUNG, "a worker hung and is being replaced"),
-        (State.LEAVING, "its workers are leaving"),
-        (State.STOPPED, "its workers are leaving"),
+        (State.LEAVING, "its workers are draining or stopped"),
+        (State.STOPPED, "its workers are draining or stopped"),
     ],
 )
 def test_reason_without_workers_names_their_state(state: State, text: str) -> None:
@@ -398,7 +398,7 @@ def test_reason_without_workers_names_their_state(state: State, text: str) -> No
 def test_reason_names_a_pending_replacement() -> None:
     pool = workers(1, State.STARTING)
     pool[0].is_replacement_pending = True
-    text = "a worker is being replaced in order, and requests are queued"
+    text = "a worker is being replaced; requests are queued"
     assert reason_of(lane(), pool) == text
 
 

@@ -298,10 +298,10 @@ def test_port_in_use_is_a_config_error() -> None:
 @pytest.mark.parametrize(
     ("address", "reason"),
     [
-        ("nonsense", "wanted HOST:PORT"),
-        (":80", "wanted HOST:PORT"),
-        ("127.0.0.1:http", "wanted HOST:PORT"),
-        ("127.0.0.1:65536", "wanted HOST:PORT"),
+        ("nonsense", "expected HOST:PORT"),
+        (":80", "expected HOST:PORT"),
+        ("127.0.0.1:http", "expected HOST:PORT"),
+        ("127.0.0.1:65536", "expected HOST:PORT"),
         ("a..b:0", "not a host name"),
         ("192.0.2.1:0", "Cannot assign"),
     ],

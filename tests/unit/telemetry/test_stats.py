@@ -228,7 +228,7 @@ def test_table_shows_readiness_rejections_and_history() -> None:
     lane = make_lane("ids", requests=12, refused__queue_full=3, closed__idle=4)
     text = "\n".join(render_stats(collect(observe([lane, make_lane("b", is_ready=False)]))))
 
-    assert "not ready: model `b/1`: its workers have not come yet" in text
+    assert "not ready: model `b/1`: its workers have not attached yet" in text
     assert "ids/1: rejected: queue_full 3" in text
     assert "ids/1: batches closed: idle 4" in text
     assert "attached, loading" in text
