@@ -108,6 +108,7 @@ def _repository_models(placed: PlacementPlan, config: Config) -> Iterator[Checke
 def _versions(
     name: str, listed: Mapping[str, str], reader: ModelReader, placed: PlacementPlan, config: Config
 ) -> Iterator[CheckedModel]:
+    """The versions of one repository model that a startup loads, and their errors."""
     try:
         own, routing = reader.settings(name)
     except IskanderError as error:

@@ -102,7 +102,7 @@ def _add_server_commands(commands: Commands) -> None:
     token = _command(commands, "token", _token, sentence)
     token.add_argument("name", metavar="NAME", help="client of the token's requests")
     token.add_argument("--file", type=Path, required=True, metavar="FILE", help="tokens, TOML")
-    sentence = "models that it may use, such as `demo-*`; repeatable (default: all)"
+    sentence = "models that the token may use, such as `demo-*`; repeatable (default: all)"
     token.add_argument("--model", action="append", metavar="PATTERN", help=sentence)
     token.add_argument("--manage", action="store_true", help="also allow load and unload")
 
@@ -191,7 +191,7 @@ def _check_sample(arguments: argparse.Namespace, name: str, contracts: dict[str,
     from iskander.cli.sample import explain, read_sample
 
     if name not in contracts:
-        raise ConfigError(f"--model has to name the sample's model: one of {', '.join(contracts)}")
+        raise ConfigError(f"--model must name the model of the sample: {', '.join(contracts)}")
     sample = read_sample(arguments.sample)
     lines = explain(sample, contracts[name])
     _print(f"\n{sample.name}, {sample.batch.num_rows} rows, for `{name}`")

@@ -1,4 +1,4 @@
-"""Protocols that another distribution or an embedding program adds.
+"""Protocols from other distributions or from an embedding program.
 
 A protocol is a factory: `factory(services, settings)` returns a `ProtocolServer`. Its settings are
 the table `[extensions.protocols.NAME]`, which the factory decodes. It is registered by
@@ -41,10 +41,10 @@ class ProtocolServer(Protocol):
 
     @property
     def unsent(self) -> int:
-        """Number of connections with responses that the client has not read."""
+        """Number of connections with unread responses."""
 
     async def start(self, *, is_shared: bool) -> str:
-        """Listen, also beside other gateway processes if `is_shared`; return the address."""
+        """Listen and return the address; `is_shared`: other gateway processes use it too."""
 
     def stop_accepting(self) -> None:
         """Accept no more connections; open ones continue."""

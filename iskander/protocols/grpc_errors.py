@@ -37,7 +37,7 @@ def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:
 
     Args:
         error: The error.
-        is_flight: Use the detail and the status for pyarrow clients.
+        is_flight: Encode the details for pyarrow clients.
     """
     status = Status[error.flight_status if is_flight and error.flight_status else error.status]
     detail = msgspec.json.encode(error.to_wire()) if is_flight else _rpc_status(status, error)

@@ -47,12 +47,12 @@ log: Final = logging.getLogger("iskander.grpc")
 MESSAGE_SLACK_BYTES: Final = 1 << 20
 """Bytes that the transport accepts above `limits.message_bytes`.
 
-Up to here the error is of one batch, and a stream with in-band errors continues.
+A larger message ends its call; one up to this size fails only its batch.
 """
 CALLS_SLACK: Final = 1000
 """Calls of one connection above `limits.streams`; they are rejected with a named error."""
 REQUEST_S: Final = 30.0
-"""Timeout for the only message of a call."""
+"""Timeout for the request of a call with a single request."""
 
 PROBES: Final = frozenset(
     {f"/{health.SERVICE}/Check", f"/{health.SERVICE}/Watch"}
@@ -75,7 +75,7 @@ _ERRORS: Final = {
     Status.INTERNAL: MalformedInput,
     Status.UNAVAILABLE: Overloaded,
 }
-"""Named errors for the statuses of the transport."""
+"""Error class for each status that the transport raises."""
 
 Serve = Callable[[Call], Awaitable[None]]
 
@@ -166,7 +166,7 @@ class GrpcServer:
             path.release()
 
     def _serve_inline(self, call: Call) -> bool:
-        """Serve a complete unary call without a task; False if its method needs one."""
+        """Serve a complete unary call without a task; False if the call needs one."""
         serve, message = self._inline_methods.get(call.path), call.whole
         if serve is None or message is None:
             return False
@@ -192,7 +192,7 @@ class GrpcServer:
         call.end(ended.status, ended.message, ended.trailers)
 
     def _rpc_error(self, path: str, error: Exception) -> RpcError:
-        """Convert an exception to the error of a call with this path."""
+        """Convert an exception to the error of a call with this path; log faults of the server."""
         if isinstance(error, RpcError):
             named = _ERRORS.get(error.status)
             if named is None:

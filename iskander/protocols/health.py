@@ -19,8 +19,8 @@ from iskander.repository.models import Models
 from iskander.transport.http2.call import Call
 
 SERVICE = "grpc.health.v1.Health"
-ANONYMOUS_SHARE = 4
-"""Part of the watch streams for callers without a token, where tokens are configured."""
+ANONYMOUS_DIVISOR = 4
+"""Anonymous callers may open a quarter of the watch streams."""
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
@@ -55,7 +55,7 @@ class HealthService:
     async def watch(self, raw: bytes, call: Call) -> None:
         """Send the current status and each change."""
         name, last = _service_name(raw, call.grant), None
-        limit = self._watchers_max // (ANONYMOUS_SHARE if call.grant.is_anonymous else 1)
+        limit = self._watchers_max // (ANONYMOUS_DIVISOR if call.grant.is_anonymous else 1)
         if self._watchers >= limit:
             count = f"{self._watchers} open, limit {limit} (`limits.streams`)"
             raise Overloaded(f"too many watch streams: {count}")

@@ -71,13 +71,13 @@ class StreamTerms:
         return terms
 
     def route_key_of(self, terms: ClientTerms | None) -> str:
-        """Return the route key of a request with its own terms."""
+        """Return the route key of a request; `terms` are its own terms, if any."""
         if terms is None:
             return self.route_key
         return terms.route_key or terms.client or self.route_key
 
     def merged(self, terms: ClientTerms | None) -> Terms:
-        """Return the terms of a request with its own terms; None for no own terms."""
+        """Merge the own terms of a request, if any, with those of the call."""
         return self._default if terms is None else self._merge(terms)
 
     def _merge(self, own: ClientTerms) -> Terms:

@@ -112,7 +112,8 @@ class RequestSubmitter:
     ) -> bytes | memoryview:
         """Submit a request and return its results, in the layout of the contract's outputs.
 
-        Cancelling the task withdraws the request. Raises `IskanderError` if it fails.
+        Cancelling the task withdraws the request. Raises `IskanderError` if it fails. Without rows
+        the results are empty.
         """
         if not offered.rows:
             self._require_running()
@@ -141,7 +142,8 @@ class RequestSubmitter:
     ) -> Request:
         """Submit a request; `caller` receives the results or the error.
 
-        A rejection raises `IskanderError`, without a call of `caller`.
+        An immediate rejection raises `IskanderError`, without a call of `caller`. A rejection
+        during the wait for arena space calls `caller.fail`.
         """
         self._require_running()
         request = Request(
@@ -187,7 +189,7 @@ class RequestSubmitter:
 
 
 class _Caller:
-    """Wakes the task that waits for one request."""
+    """Caller of one request; its future receives the results or the error."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

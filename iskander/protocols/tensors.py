@@ -66,8 +66,8 @@ class RequestTensors:
 class InputMatch:
     """Mapping from the raw tensors of a request to the contract's inputs.
 
-    It is valid for every request with the same tensor descriptions and lengths. `order` has the
-    index of the raw tensor of each input.
+    Valid for every request with the same tensor descriptions and lengths. `order` has the index of
+    each input's raw tensor.
     """
 
     __slots__ = ("_bucket", "_lengths", "_order", "_rows", "contract")

@@ -36,7 +36,7 @@ class ClientTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Terms of a request; header names have `-` for `_` and the prefix `iskander-`.
 
     Attributes:
-        client: Client name, stable across calls; for fairness, limits and cadence.
+        client: Client name, stable across calls; for fairness, limits and rhythm.
         priority: 0 (highest) to 9; default 1.
         urgency: 0 to 1.
         deadline_ms: Milliseconds from the batch's arrival to its deadline.
@@ -46,8 +46,8 @@ class ClientTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         newest_wins: A newer batch of this client replaces a queued one.
         run_alone: Do not combine the rows with those of other requests in one batch: equal rows
             then give equal bits, whatever else the server computes.
-        route_key: Key that selects among version shares, the same key for the same version;
-            default: the client's name. A Flight stream sends it in its headers.
+        route_key: Selects a version by the versions' shares; equal keys select the same version.
+            Default: the client's name. A Flight stream sends it in its headers.
     """
 
     client: Annotated[str, Meta(min_length=1, max_length=128)] | None = None

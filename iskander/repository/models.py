@@ -201,6 +201,11 @@ class Models:
                 listed.add(model_version)
                 yield ModelStatus(*model_version, state, reason, None)
 
+    def describe_versions(self, name: str) -> dict[str, Any]:
+        """Return the served versions of a model, lowest first, and its aliases."""
+        versions = sorted(self._served.get(name, ()), key=version_order)
+        return {"versions": versions, "aliases": self.routings.get(name, Routing()).aliases}
+
     def stages(self) -> Iterator[tuple[tuple[str], int]]:
         """The number of lanes in each stage."""
         lanes = self.by_key.values()
@@ -299,6 +304,7 @@ def describe(lane: Lane) -> dict[str, Any]:
             "outputs": _outputs(contract),
             "passthrough": contract.passthrough,
             "columns": contract.column_order,
+            "ranked_within": [rank.within for rank in contract.ranks],
         }
     return described
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support import reference_client
 
 HEALTH = "/grpc.health.v1.Health"
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 def tensors() -> list[triton.InferInput]:
@@ -71,12 +71,12 @@ def stay(address: str, headers: dict[str, str]) -> str:
 
         def requests() -> Any:
             yield sent[0]
-            still.wait(PATIENCE_S)
+            still.wait(TIMEOUT_S)
 
         answers = channel.stream_stream(method)(
-            requests(), timeout=PATIENCE_S, metadata=list(headers.items())
+            requests(), timeout=TIMEOUT_S, metadata=list(headers.items())
         )
-        reference_client.say({"facts": len(next(answers)) > 0})
+        reference_client.send({"facts": len(next(answers)) > 0})
         try:
             next(answers)
         except grpc.RpcError as error:
@@ -101,7 +101,7 @@ def health(address: str, services: list[str], padding: int = 0) -> list[str]:
             message = b"\x0a" + bytes((len(service),)) + service.encode() if service else b""
             try:
                 message += (more + bytes(padding)) * bool(padding)
-                found.append(check(message, timeout=PATIENCE_S).hex())
+                found.append(check(message, timeout=TIMEOUT_S).hex())
             except grpc.RpcError as error:
                 found.append(error.code().name)
     return found
@@ -114,7 +114,7 @@ def watch(address: str, headers: list[dict[str, str]]) -> list[str]:
         method = channel.unary_stream(f"{HEALTH}/Watch")
         watching = []
         for shown in headers:
-            watching.append(method(b"", timeout=PATIENCE_S, metadata=list(shown.items())))
+            watching.append(method(b"", timeout=TIMEOUT_S, metadata=list(shown.items())))
             try:
                 found.append(next(watching[-1]).hex())
             except grpc.RpcError as error:

@@ -23,7 +23,7 @@ from grpc import aio
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support import raw, reference_client
-from support.reference_client import PATIENCE_S, Facts
+from support.reference_client import TIMEOUT_S, Facts
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -67,11 +67,11 @@ def unary(address: str) -> Facts:
 
     async def by_aio() -> Facts:
         async with aio.insecure_channel(address, options=[ALONE]) as channel:
-            call = channel.unary_unary(CHECK)(b"", timeout=PATIENCE_S)
+            call = channel.unary_unary(CHECK)(b"", timeout=TIMEOUT_S)
             return [(await call).hex(), (await call.code()).name]
 
     with grpc.insecure_channel(address, options=[ALONE]) as channel:
-        answer, call = channel.unary_unary(CHECK).with_call(b"", timeout=PATIENCE_S)
+        answer, call = channel.unary_unary(CHECK).with_call(b"", timeout=TIMEOUT_S)
     return {"sync": [answer.hex(), call.code().name], "aio": asyncio.run(by_aio())}
 
 
@@ -100,7 +100,7 @@ def interleaved(address: str, streams: int, batches: int) -> Facts:
         async with aio.insecure_channel(address, options=[*UNLIMITED]) as channel:
 
             async def stream(number: int) -> Facts:
-                call = channel.stream_stream(raw.EXCHANGE)(timeout=PATIENCE_S)
+                call = channel.stream_stream(raw.EXCHANGE)(timeout=TIMEOUT_S)
                 await call.write(opening("ids", ids_batch(0, 1)))
                 schema = await call.read()
                 await all_open.wait()
@@ -131,11 +131,11 @@ def large(
         for _ in range(count):
             yield frame
         if is_awaiting_worker:
-            is_back.wait(PATIENCE_S)
+            is_back.wait(TIMEOUT_S)
 
     received: list[bytes] = []
     with grpc.insecure_channel(address, options=[*UNLIMITED, *map(tuple, options)]) as channel:
-        call = channel.stream_stream(raw.EXCHANGE)(frames(), timeout=PATIENCE_S)
+        call = channel.stream_stream(raw.EXCHANGE)(frames(), timeout=TIMEOUT_S)
         with contextlib.suppress(grpc.RpcError):
             for frame in call:
                 received.append(frame)
@@ -159,7 +159,7 @@ def compressed(address: str, kind: str) -> Facts:
     ) as channel:
         name = raw.field(1, b"ids" + b"\0" * 1000)
         unknown = _outcome(channel, CHECK, [name])
-        schema, result = channel.stream_stream(raw.EXCHANGE)(iter(frames), timeout=PATIENCE_S)
+        schema, result = channel.stream_stream(raw.EXCHANGE)(iter(frames), timeout=TIMEOUT_S)
     return {"unary": unknown["code"], "is_right": is_tripled(result, schema, sent)}
 
 
@@ -178,7 +178,7 @@ def cancelled(address: str, count: int) -> Facts:
         codes = []
         for _ in range(count):
             done = threading.Event()
-            call = channel.stream_stream(raw.EXCHANGE)(_kept_open(sent, done), timeout=PATIENCE_S)
+            call = channel.stream_stream(raw.EXCHANGE)(_kept_open(sent, done), timeout=TIMEOUT_S)
             next(call)
             call.cancel()
             done.set()
@@ -209,7 +209,7 @@ def outcome(
 def unknown_by_aio(address: str, method: str) -> Facts:
     async def reference() -> Facts:
         async with aio.insecure_channel(address, options=[ALONE]) as channel:
-            call = channel.unary_unary(method)(b"", timeout=PATIENCE_S)
+            call = channel.unary_unary(method)(b"", timeout=TIMEOUT_S)
             return (await call.code()).name
 
     return asyncio.run(reference())
@@ -231,15 +231,15 @@ def keepalive(address: str, quiet_s: float) -> Facts:
     states: queue.Queue[grpc.ChannelConnectivity] = queue.Queue()
     with grpc.insecure_channel(address, options=options) as channel:
         channel.subscribe(states.put, try_to_connect=True)
-        while states.get(timeout=PATIENCE_S) is not grpc.ChannelConnectivity.READY:
+        while states.get(timeout=TIMEOUT_S) is not grpc.ChannelConnectivity.READY:
             pass
         assert _outcome(channel, CHECK, [b""])["code"] == "OK"
         meanwhile = []
         with contextlib.suppress(queue.Empty):
             meanwhile.append(states.get(timeout=quiet_s).name)
         code = _outcome(channel, CHECK, [b""])["code"]
-        reference_client.say({"facts": {"meanwhile": meanwhile, "code": code}})
-        return {"then": states.get(timeout=PATIENCE_S).name}
+        reference_client.send({"facts": {"meanwhile": meanwhile, "code": code}})
+        return {"then": states.get(timeout=TIMEOUT_S).name}
 
 
 def wait_for_ready(address: str) -> Facts:
@@ -248,7 +248,7 @@ def wait_for_ready(address: str) -> Facts:
         address, options=[ALONE, ("grpc.max_reconnect_backoff_ms", 200)]
     ) as channel:
         impatient = _outcome(channel, CHECK, [b""], wait_for_ready=False)["code"]
-        reference_client.say({"facts": {"impatient": impatient}})
+        reference_client.send({"facts": {"impatient": impatient}})
         return _outcome(channel, CHECK, [b""], wait_for_ready=True)
 
 
@@ -258,7 +258,7 @@ def short_connections(address: str, count: int) -> Facts:
     for number in range(count):
         with grpc.insecure_channel(address, options=[ALONE]) as channel:
             if number % 2:
-                watch = channel.unary_stream(WATCH)(b"", timeout=PATIENCE_S)
+                watch = channel.unary_stream(WATCH)(b"", timeout=TIMEOUT_S)
                 next(watch)
             codes[_outcome(channel, CHECK, [b""])["code"]] += 1
     return codes
@@ -275,7 +275,7 @@ def idle_streams(address: str, count: int, batches: int) -> Facts:
                 channel = await stack.enter_async_context(
                     aio.insecure_channel(address, options=[ALONE])
                 )
-                call = channel.stream_stream(raw.EXCHANGE)(timeout=PATIENCE_S)
+                call = channel.stream_stream(raw.EXCHANGE)(timeout=TIMEOUT_S)
                 await call.write(opening("ids", sent))
                 calls.append(call)
             schemas = await asyncio.gather(*(call.read() for call in calls))
@@ -324,7 +324,7 @@ def hammer(address: str, connections: int, streams: int, rows: int) -> Facts:
             if code not in ("OK", "UNAVAILABLE"):
                 wrong.append(f"{code} {name} {found['details']}")
             if not is_known:
-                under_way.wait(2 * PATIENCE_S)
+                under_way.wait(2 * TIMEOUT_S)
                 is_known = True
             if code != "OK" and (code, name) != ("UNAVAILABLE", "draining"):
                 return
@@ -338,10 +338,10 @@ def hammer(address: str, connections: int, streams: int, rows: int) -> Facts:
                 threads.append(thread)
                 thread.start()
         try:
-            under_way.wait(2 * PATIENCE_S)
+            under_way.wait(2 * TIMEOUT_S)
         except threading.BrokenBarrierError:
             raise AssertionError(f"a call hangs; so far {outcomes} {wrong}") from None
-        reference_client.say({"facts": "under way"})
+        reference_client.send({"facts": "under way"})
         for thread in threads:
             while thread.is_alive():
                 call = latest[thread]
@@ -362,7 +362,7 @@ def _outcome(
 
 
 def _begin(channel: grpc.Channel, method: str, frames: list[bytes], **options: Any) -> Any:
-    return channel.stream_stream(method)(iter(frames), **({"timeout": PATIENCE_S} | options))
+    return channel.stream_stream(method)(iter(frames), **({"timeout": TIMEOUT_S} | options))
 
 
 def _end(call: Any) -> dict[str, Any]:
@@ -385,7 +385,7 @@ def _end(call: Any) -> dict[str, Any]:
 def _kept_open(batch: pa.RecordBatch, done: threading.Event) -> Iterator[bytes]:
     yield opening("ids", batch)
     yield raw.batch_data(batch)
-    done.wait(PATIENCE_S)
+    done.wait(TIMEOUT_S)
 
 
 if __name__ == "__main__":

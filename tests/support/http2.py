@@ -181,7 +181,7 @@ class FakeTransport(asyncio.Transport):
     Attributes:
         written: All written bytes.
         is_closed: By `close` or `abort`.
-        room_bytes: Limit of unread bytes, above which it pauses its protocol; None for no limit.
+        free_bytes: Limit of unread bytes, above which it pauses its protocol; None for no limit.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class FakeTransport(asyncio.Transport):
         self.written = bytearray()
         self.is_closed = self.is_aborted = self.has_eof = self.is_full = False
         self.is_paused = False
-        self.room_bytes: int | None = None
+        self.free_bytes: int | None = None
         self.protocol: Connection
         self._unread = 0
 
@@ -198,7 +198,7 @@ class FakeTransport(asyncio.Transport):
         if not self.is_closed:
             self.written += data
             self._unread += len(data)
-            if self.room_bytes is not None and self._unread > self.room_bytes:
+            if self.free_bytes is not None and self._unread > self.free_bytes:
                 self.fill()
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
@@ -292,7 +292,7 @@ class Peer:
         message_bytes: Limit of a message.
         calls_max: Limit of open calls.
         receive_bytes: Of its receive budget.
-        greets: It sends preface and settings at once.
+        sends_preface: It sends preface and settings at once.
     """
 
     def __init__(
@@ -302,15 +302,15 @@ class Peer:
         message_bytes: int = 1 << 24,
         calls_max: int = 100,
         receive_bytes: int = RECEIVE_BYTES,
-        greets: bool = True,
+        sends_preface: bool = True,
     ) -> None:
         self.host = FakeHost(serve or wait_for_ever, message_bytes, calls_max, receive_bytes)
         self.connection = Connection(self.host)
         self.transport = FakeTransport()
         self.transport.protocol = self.connection
         self.connection.connection_made(self.transport)
-        if greets:
-            self.say(PREFACE, settings())
+        if sends_preface:
+            self.feed(PREFACE, settings())
 
     @property
     def calls(self) -> dict[int, Call]:
@@ -320,7 +320,7 @@ class Peer:
     def served(self) -> list[Call]:
         return self.host.served
 
-    def say(self, *parts: bytes, cut: int = SCRATCH_BYTES) -> None:
+    def feed(self, *parts: bytes, cut: int = SCRATCH_BYTES) -> None:
         """Send bytes, `cut` of them in each read."""
         raw = b"".join(parts)
         for at in range(0, len(raw), cut):
@@ -335,29 +335,31 @@ class Peer:
             self.host.scratch[: len(piece)] = b"\xaa" * len(piece)
 
     def open(self, stream_id: int = 1, *extra: tuple[str, str], flags: int = 0) -> None:
-        self.say(headers(stream_id, request_fields(extra=extra), END_HEADERS | flags))
+        self.feed(headers(stream_id, request_fields(extra=extra), END_HEADERS | flags))
 
-    def heard(self, *kinds: int) -> list[Frame]:
+    def frames_of(self, *kinds: int) -> list[Frame]:
         """The received frames, or those of given kinds."""
         frames, rest = split_frames(bytes(self.transport.written))
         assert not rest
         return [each for each in frames if not kinds or each.kind in kinds]
 
     def answer(self, stream_id: int = 1) -> Answer:
-        return answer_in(self.heard(), stream_id)
+        return answer_in(self.frames_of(), stream_id)
 
     def sent_bytes(self, stream_id: int | None = None) -> int:
         """Bytes of received DATA, of one call or of all."""
         return sum(
-            len(each.payload) for each in self.heard(DATA) if stream_id in (None, each.stream_id)
+            len(each.payload)
+            for each in self.frames_of(DATA)
+            if stream_id in (None, each.stream_id)
         )
 
     @property
-    def goodbye(self) -> int | None:
+    def goaway_code(self) -> int | None:
         """Code of the GOAWAY before the end of the connection; None while it is open."""
         if not (self.transport.is_closed or self.transport.has_eof):
             return None
-        return self.heard(GOAWAY)[-1].code
+        return self.frames_of(GOAWAY)[-1].code
 
 
 async def wait_for_ever(call: Call) -> None:
@@ -395,7 +397,7 @@ class Wire:
         self.is_over = False
         self._rest = b""
         if first:
-            self.say(first)
+            self.feed(first)
 
     def __enter__(self) -> Wire:
         return self
@@ -403,7 +405,7 @@ class Wire:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
 
-    def say(self, *parts: bytes) -> None:
+    def feed(self, *parts: bytes) -> None:
         self.socket.sendall(b"".join(parts))
 
     def feed_until_closed(self, raw: bytes) -> None:
@@ -436,7 +438,7 @@ class Wire:
             pass
         return self.frames
 
-    def heard(self, *kinds: int) -> list[Frame]:
+    def frames_of(self, *kinds: int) -> list[Frame]:
         return [each for each in self.frames if each.kind in kinds]
 
     def answer(self, stream_id: int = 1) -> Answer:

@@ -214,18 +214,18 @@ async def main() -> None:
     (listening,) = await bind("127.0.0.1:0", is_shared=False)
     host, port = listening.getsockname()
     await listener.listen(listening)
-    say({"address": f"{host}:{port}"})
+    send({"address": f"{host}:{port}"})
     commands = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
     )
     while await commands.readline():
         calls = sum(len(connection.calls) for connection in listener.connections)
-        say({"calls": calls, "bytes": limits.budget.used_bytes, "ended": dict(limits.ended)})
+        send({"calls": calls, "bytes": limits.budget.used_bytes, "ended": dict(limits.ended)})
     await listener.stop(0.0)
 
 
-def say(line: dict[str, Any]) -> None:
+def send(line: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 

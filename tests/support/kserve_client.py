@@ -19,7 +19,7 @@ from support.reference_client import Facts
 
 def everything(address: str) -> Facts:
     """All calls of the gRPC client, with raw and with typed tensors, and an error."""
-    return asyncio.run(asyncio.wait_for(_everything(address), reference_client.PATIENCE_S))
+    return asyncio.run(asyncio.wait_for(_everything(address), reference_client.TIMEOUT_S))
 
 
 async def _everything(address: str) -> Facts:
@@ -40,7 +40,7 @@ async def _everything(address: str) -> Facts:
 
 def over_rest(base_url: str) -> Facts:
     """The same by the REST client."""
-    return asyncio.run(asyncio.wait_for(_over_rest(base_url), reference_client.PATIENCE_S))
+    return asyncio.run(asyncio.wait_for(_over_rest(base_url), reference_client.TIMEOUT_S))
 
 
 async def _over_rest(base_url: str) -> Facts:

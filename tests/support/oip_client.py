@@ -30,7 +30,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support import reference_client
-from support.reference_client import PATIENCE_S, Facts
+from support.reference_client import TIMEOUT_S, Facts
 
 SERVICE = "inference.GRPCInferenceService"
 OURS = (
@@ -279,7 +279,7 @@ def typed(address: str, model: str, tensors: dict[str, Any]) -> Facts:
     unbounded = [("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel(address, options=unbounded) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        return facts_of(triton.InferResult(stub.ModelInfer(request, timeout=PATIENCE_S)))
+        return facts_of(triton.InferResult(stub.ModelInfer(request, timeout=TIMEOUT_S)))
 
 
 def texts(address: str, strings: list[str]) -> Facts:
@@ -293,7 +293,7 @@ def texts(address: str, strings: list[str]) -> Facts:
     tensor.contents.bytes_contents.extend(each.encode() for each in strings)
     with triton.InferenceServerClient(address) as client, grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        typed = triton.InferResult(stub.ModelInfer(request, timeout=PATIENCE_S))
+        typed = triton.InferResult(stub.ModelInfer(request, timeout=TIMEOUT_S))
         return {
             "raw": [each.decode() for each in client.infer("words", [words]).as_numpy("y")],
             "typed": [each.decode() for each in typed.as_numpy("y")],
@@ -317,7 +317,7 @@ def callbacks(address: str, requests: int) -> Facts:
                 answers.put(None if is_right else [number, str(error)])
 
             client.async_infer("ids", x_of(*values), told, request_id=str(number))
-        return [wrong for _ in range(requests) if (wrong := answers.get(timeout=PATIENCE_S))]
+        return [wrong for _ in range(requests) if (wrong := answers.get(timeout=TIMEOUT_S))]
 
 
 def by_asyncio(address: str, requests: int) -> Facts:
@@ -344,7 +344,7 @@ def by_asyncio(address: str, requests: int) -> Facts:
                 streamed.append(y_of(result) if error is None else error.message())
             return {"unary": unary, "streamed": streamed}
 
-    return asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    return asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
 def streamed(address: str, requests: int, *, wants_final: bool = False) -> Facts:
@@ -363,7 +363,7 @@ def streamed(address: str, requests: int, *, wants_final: bool = False) -> Facts
         client.stop_stream()
         found = []
         for _ in range(requests):
-            result, error = answers.get(timeout=PATIENCE_S)
+            result, error = answers.get(timeout=TIMEOUT_S)
             if error is not None:
                 found.append(["error", error.message()])
             else:
@@ -380,7 +380,7 @@ def stream_errors(address: str) -> Facts:
         requests = [_request("nope", "first"), _request("ids", "second"), _request("nope", "")]
         return [
             json_format.MessageToDict(each)
-            for each in stub.ModelStreamInfer(iter(requests), timeout=PATIENCE_S)
+            for each in stub.ModelStreamInfer(iter(requests), timeout=TIMEOUT_S)
         ]
 
 
@@ -394,8 +394,8 @@ def stream_status(address: str) -> Facts:
         )
         client.async_stream_infer("ids", x_of(1))
         client.async_stream_infer("nope", x_of(2))
-        result, _ = answers.get(timeout=PATIENCE_S)
-        _, error = answers.get(timeout=PATIENCE_S)
+        result, _ = answers.get(timeout=TIMEOUT_S)
+        _, error = answers.get(timeout=TIMEOUT_S)
         client.stop_stream()
         return [y_of(result), refusal_of(error)]
 
@@ -407,7 +407,7 @@ def stream_broken(address: str) -> Facts:
         frames = [b"\x0a\xff", _request("ids", "next").SerializeToString()]
         answers = [
             service_pb2.ModelStreamInferResponse.FromString(raw)
-            for raw in call(iter(frames), timeout=PATIENCE_S)
+            for raw in call(iter(frames), timeout=TIMEOUT_S)
         ]
         return [[each.error_message, each.infer_response.id] for each in answers]
 
@@ -426,8 +426,8 @@ def stream_unread(address: str, requests: int, bytes_each: int) -> Facts:
     unlimited = [("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel(address, options=unlimited) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        call = stub.ModelStreamInfer(asked(), timeout=PATIENCE_S)
-        reference_client.say({"facts": "under way"})
+        call = stub.ModelStreamInfer(asked(), timeout=TIMEOUT_S)
+        reference_client.send({"facts": "under way"})
         assert json.loads(sys.stdin.readline()) == "read"
         told: list[str] = []
         with contextlib.suppress(grpc.RpcError):
@@ -455,10 +455,10 @@ def cancelled(address: str) -> Facts:
         context = client.async_infer(
             "slow", x_of(100_000), lambda result, error: answers.put(error)
         )
-        reference_client.say({"facts": "under way"})
+        reference_client.send({"facts": "under way"})
         assert json.loads(sys.stdin.readline()) == "give up"
         context.cancel()
-        error = answers.get(timeout=PATIENCE_S)
+        error = answers.get(timeout=TIMEOUT_S)
         return refusal_of(error)
 
 
@@ -467,8 +467,8 @@ def stream_cancelled(address: str, requests: int) -> Facts:
     with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         asked = (_request("ids", str(number)) for number in range(requests))
-        call = stub.ModelStreamInfer(asked, timeout=PATIENCE_S)
-        reference_client.say({"facts": "under way"})
+        call = stub.ModelStreamInfer(asked, timeout=TIMEOUT_S)
+        reference_client.send({"facts": "under way"})
         assert json.loads(sys.stdin.readline()) == "give up"
         call.cancel()
         return call.code().name
@@ -487,9 +487,9 @@ def in_what_order(address: str, priorities: list[int]) -> Facts:
                 order.put([number, None if error is None else str(error)])
 
             client.async_infer("ids", x_of(number), told, priority=priority)
-            reference_client.say({"facts": "sent"})
+            reference_client.send({"facts": "sent"})
             assert json.loads(sys.stdin.readline()) == "next"
-        return [order.get(timeout=PATIENCE_S) for _ in priorities]
+        return [order.get(timeout=TIMEOUT_S) for _ in priorities]
 
 
 def draining(address: str) -> Facts:
@@ -500,11 +500,11 @@ def draining(address: str) -> Facts:
 
         def asked() -> Any:
             yield _request("ids", "in stream")
-            stopped.wait(PATIENCE_S)
+            stopped.wait(TIMEOUT_S)
 
-        stream = stub.ModelStreamInfer(asked(), timeout=PATIENCE_S)
-        unary = stub.ModelInfer.future(_request("ids", "alone"), timeout=PATIENCE_S)
-        reference_client.say({"facts": "under way"})
+        stream = stub.ModelStreamInfer(asked(), timeout=TIMEOUT_S)
+        unary = stub.ModelInfer.future(_request("ids", "alone"), timeout=TIMEOUT_S)
+        reference_client.send({"facts": "under way"})
         streamed = []
         with contextlib.suppress(grpc.RpcError):
             for each in stream:
@@ -528,7 +528,7 @@ def raw_call(
             try:
                 call(
                     bytes.fromhex(message),
-                    timeout=PATIENCE_S,
+                    timeout=TIMEOUT_S,
                     metadata=[tuple(pair) for pair in metadata],
                 )
                 found.append(["OK"])

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 Facts: TypeAlias = Any
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class ReferenceClient:
@@ -38,15 +38,15 @@ class ReferenceClient:
 
     def begin(self, scenario: str, **arguments: Any) -> None:
         """Start a scenario without waiting for it."""
-        self.tell({"scenario": scenario, **arguments})
+        self.send({"scenario": scenario, **arguments})
 
-    def tell(self, line: Any) -> None:
+    def send(self, line: Any) -> None:
         """Send a line to the running scenario."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(line) + "\n")
         self._process.stdin.flush()
 
-    def facts(self) -> Facts:
+    def result(self) -> Facts:
         """The result of the running scenario."""
         assert self._process.stdout is not None
         answer = json.loads(self._process.stdout.readline())
@@ -55,16 +55,16 @@ class ReferenceClient:
 
     def run(self, scenario: str, **arguments: Any) -> Facts:
         self.begin(scenario, **arguments)
-        return self.facts()
+        return self.result()
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(PATIENCE_S)
+        self._process.wait(TIMEOUT_S)
         self._process.stdout.close()
 
 
-def say(answer: dict[str, Any]) -> None:
+def send(answer: dict[str, Any]) -> None:
     """Write a line to the test, also during a scenario."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
@@ -79,7 +79,7 @@ def serve(*scenarios: Callable[..., Facts]) -> None:
     for line in sys.stdin:
         wanted = json.loads(line)
         try:
-            say({"facts": by_name[wanted.pop("scenario")](**wanted)})
+            send({"facts": by_name[wanted.pop("scenario")](**wanted)})
         except Exception:
-            say({"error": traceback.format_exc()})
+            send({"error": traceback.format_exc()})
     os._exit(0)

@@ -50,14 +50,14 @@ class Folder:
         else:
             source.rename(target)
 
-    def take(self, name: str, version: int | None = None) -> None:
+    def remove(self, name: str, version: int | None = None) -> None:
         """Remove a version, or a model."""
         target = self.root / name if version is None else self.root / name / str(version)
         gone = self.root / f".{uuid.uuid4().hex}"
         target.rename(gone)
         shutil.rmtree(gone)
 
-    def say(self, name: str, text: str) -> None:
+    def write_settings(self, name: str, text: str) -> None:
         """Write a model's `model.toml`."""
         (self.root / name).mkdir(exist_ok=True)
         made = self.root / f".{uuid.uuid4().hex}"

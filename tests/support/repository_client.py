@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support import reference_client
-from support.reference_client import PATIENCE_S, Facts
+from support.reference_client import TIMEOUT_S, Facts
 
 
 def factors(address: str, version: str = "", keys: list[str] | None = None) -> Facts:
@@ -29,7 +29,7 @@ def factors(address: str, version: str = "", keys: list[str] | None = None) -> F
                 [tensor],
                 model_version=version,
                 parameters={"iskander_route_key": key} if key else None,
-                client_timeout=PATIENCE_S,
+                client_timeout=TIMEOUT_S,
             )
             answers.append(int(result.as_numpy("y")[0]))
         return answers
@@ -50,7 +50,7 @@ def unload_by_first_field(address: str, name: str) -> Facts:
     with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         request = service_pb2.RepositoryModelUnloadRequest(repository_name=name)
-        return stub.RepositoryModelUnload(request, timeout=PATIENCE_S).SerializeToString().hex()
+        return stub.RepositoryModelUnload(request, timeout=TIMEOUT_S).SerializeToString().hex()
 
 
 def index(address: str) -> Facts:

@@ -27,7 +27,7 @@ DTYPES = {
     "bool": TensorProto.BOOL,
 }
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
-PATIENCE_MS = 20_000
+TIMEOUT_MS = 20_000
 
 POLICY_MANIFEST = """
 format = 1
@@ -101,7 +101,7 @@ def connected(address: str, client_id: Any = "robot", **options: Any) -> Iterato
 def ask(model: Any, **observation: Any) -> dict[str, Any] | None:
     """Send an observation, and wait for the result."""
     model.observe(**observation)
-    result: dict[str, Any] | None = model.get_result(timeout_ms=PATIENCE_MS)
+    result: dict[str, Any] | None = model.get_result(timeout_ms=TIMEOUT_MS)
     return result
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support import reference_client
-from support.reference_client import PATIENCE_S, Facts
+from support.reference_client import TIMEOUT_S, Facts
 
 WAYS = ("flight", "flight stream", "raw", "typed", "json", "binary", "inferential")
 CLIENTS = 2
@@ -109,7 +109,7 @@ def by_raw(address: str, _: str, __: threading.Event) -> Iterator[Ask]:
             tensor = triton.InferInput("x", list(rows.shape), "INT64")
             tensor.set_data_from_numpy(rows)
             try:
-                result = client.infer("ids", [tensor], client_timeout=PATIENCE_S)
+                result = client.infer("ids", [tensor], client_timeout=TIMEOUT_S)
             except InferenceServerException as error:
                 raise Refused(said(error)) from error
             return np.asarray(result.as_numpy("y"))
@@ -132,7 +132,7 @@ def by_typed(address: str, _: str, __: threading.Event) -> Iterator[Ask]:
             tensor = request.inputs.add(name="x", datatype="INT64", shape=rows.shape)
             tensor.contents.int64_contents.extend(rows.tolist())
             try:
-                response = stub.ModelInfer(request, timeout=PATIENCE_S)
+                response = stub.ModelInfer(request, timeout=TIMEOUT_S)
             except grpc.RpcError as error:
                 trailers = dict(error.trailing_metadata() or ())
                 raise Refused(trailers.get("iskander-code", str(error))) from error
@@ -148,7 +148,7 @@ def by_http(address: str, way: str, _: threading.Event) -> Iterator[Ask]:
     from tritonclient.utils import InferenceServerException
 
     is_binary = way == "binary"
-    with triton.InferenceServerClient(address, network_timeout=PATIENCE_S) as client:
+    with triton.InferenceServerClient(address, network_timeout=TIMEOUT_S) as client:
 
         def ask(rows: Rows) -> Rows:
             tensor = triton.InferInput("x", list(rows.shape), "INT64")
@@ -259,11 +259,11 @@ def load(way: str, address: str, requests: int) -> Facts:
     for client in clients:
         client.start()
     for client in clients:
-        client.enough.wait(PATIENCE_S)
-    reference_client.say({"facts": "enough"})
+        client.enough.wait(TIMEOUT_S)
+    reference_client.send({"facts": "enough"})
     if json.loads(sys.stdin.readline()) == "until refused":
         for client in clients:
-            client.join(PATIENCE_S)
+            client.join(TIMEOUT_S)
     is_over.set()
     for client in clients:
         client.join()

@@ -360,11 +360,11 @@ def test_idle_streams_end_when_their_token_is_revoked(
             writer.write_batch(ROWS)
             assert reader.read_chunk().data.num_rows == 3
             reference.begin("stay", address=server.gateway.address, headers=server.header("leaver"))
-            assert reference.facts() is True  # The first response arrived.
+            assert reference.result() is True  # The first response arrived.
             server.file.write_text(before)
             with pytest.raises(flight.FlightUnauthenticatedError, match="expired or was revoked"):
                 reader.read_chunk()
-            assert reference.facts() == "UNAUTHENTICATED"
+            assert reference.result() == "UNAUTHENTICATED"
             with pytest.raises(flight.FlightUnauthenticatedError):
                 writer.close()
     finally:
@@ -380,9 +380,9 @@ def test_server_streams_end_when_their_token_is_revoked(server: ProtectedServer,
     fields = http2.request_fields(f"/{path}", [("authorization", f"Bearer {token}")])
 
     def is_answered(wire: http2.Wire) -> bool:
-        wire.say(http2.headers(1, fields), http2.data(1, body))
-        wire.until(lambda: wire.heard(http2.HEADERS))
-        return not wire.heard(http2.HEADERS)[0].flags & http2.END_STREAM
+        wire.feed(http2.headers(1, fields), http2.data(1, body))
+        wire.until(lambda: wire.frames_of(http2.HEADERS))
+        return not wire.frames_of(http2.HEADERS)[0].flags & http2.END_STREAM
 
     def connect() -> http2.Wire | None:
         wire = http2.Wire(server.gateway.address)
@@ -393,7 +393,7 @@ def test_server_streams_end_when_their_token_is_revoked(server: ProtectedServer,
 
     try:
         with eventually(connect, what="acceptance of the new token") as wire:
-            wire.until(lambda: wire.heard(http2.DATA))
+            wire.until(lambda: wire.frames_of(http2.DATA))
             server.file.write_text(before)
             assert wire.answer(1).status == 16
     finally:

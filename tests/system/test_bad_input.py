@@ -328,7 +328,9 @@ def test_decompressed_dictionaries_count_together(client: raw.RawClient) -> None
     assert sum(map(len, frames)) < 20_000
     response = client.exchange([raw.descriptor("ids") + frames[0], *frames[1:]])
     assert response["code"] == "INVALID_ARGUMENT"
-    assert re.search("dictionaries have [0-9]+ bytes, limit 1048576", response["details"])
+    assert re.search(
+        "dictionaries of the stream too large: [0-9]+ bytes, limit 1048576", response["details"]
+    )
 
 
 def test_do_put_is_unimplemented_and_handshake_echoes(client: raw.RawClient) -> None:

@@ -31,7 +31,7 @@ def test_versions_selected_at_start_are_loaded(tmp_path: Path) -> None:
     models.put("one", 3, 4)
     models.put("all", 1, 2)
     models.put("all", 2, 3)
-    models.say("all", 'versions = "all"\n')
+    models.write_settings("all", 'versions = "all"\n')
 
     code, rows = check(configuration(tmp_path))
 
@@ -45,7 +45,7 @@ def test_load_errors_are_listed_with_loaded_versions(tmp_path: Path) -> None:
     models.put("bad", 1, 2)
     (tmp_path / "models" / "bad" / "1" / "model.onnx").write_bytes(b"no model")
     models.put("torn", 1, 2)
-    models.say("torn", "versions = [\n")
+    models.write_settings("torn", "versions = [\n")
 
     code, rows = check(configuration(tmp_path))
 
@@ -58,9 +58,9 @@ def test_load_errors_are_listed_with_loaded_versions(tmp_path: Path) -> None:
 def test_settings_that_prevent_readiness_are_listed(tmp_path: Path) -> None:
     models = Folder(tmp_path / "models")
     models.put("absent", 1, 2)
-    models.say("absent", "versions = [7]\n")
+    models.write_settings("absent", "versions = [7]\n")
     models.put("astray", 1, 2)
-    models.say("astray", "aliases = {canary = 9}\n")
+    models.write_settings("astray", "aliases = {canary = 9}\n")
 
     code, rows = check(configuration(tmp_path))
 

@@ -67,8 +67,8 @@ def zmtp_idle(gateway: Gateway) -> socket.socket:
 
 def http2_new(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
-        wire.say(client.headers(1, client.request_fields("/grpc.health.v1.Health/Check")))
-        wire.say(client.data(1, client.message(b""), client.END_STREAM))
+        wire.feed(client.headers(1, client.request_fields("/grpc.health.v1.Health/Check")))
+        wire.feed(client.data(1, client.message(b""), client.END_STREAM))
         assert wire.answer(1).messages == [b"\x08\x01"]
 
 

@@ -42,14 +42,14 @@ class SlowReader(client.Wire):
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway.address, first=b"", buffer_bytes=BUFFER_BYTES)
         wide = client.window_update(0, client.WINDOW_MAX - 65_535)
-        self.say(client.PREFACE, client.settings(window=client.WINDOW_MAX), wide)
+        self.feed(client.PREFACE, client.settings(window=client.WINDOW_MAX), wide)
         batch = pa.record_batch({"x": np.arange(ROWS)})
         parts = [raw.descriptor("ids") + raw.schema_data(batch.schema), raw.batch_data(batch)]
         body = b"".join(client.message(part) for part in parts)
-        self.say(client.headers(1, client.request_fields(raw.EXCHANGE)))
+        self.feed(client.headers(1, client.request_fields(raw.EXCHANGE)))
         for at in range(0, len(body), 16_384):
-            self.say(client.data(1, body[at : at + 16_384]))
-        self.say(client.data(1, b"", client.END_STREAM))
+            self.feed(client.data(1, body[at : at + 16_384]))
+        self.feed(client.data(1, b"", client.END_STREAM))
         lanes = gateway.stats
         eventually(lambda: lanes()["lanes"]["ids/1"].get("completed") == 1, what="the results")
 
@@ -65,7 +65,7 @@ def test_drain_waits_for_slow_readers(long_drain: Gateway) -> None:
         while slow.read():
             pass
         assert client.answer_in(slow.frames, 1).is_over
-        assert sum(len(each.payload) for each in slow.heard(client.DATA)) > ROWS * 8
+        assert sum(len(each.payload) for each in slow.frames_of(client.DATA)) > ROWS * 8
     assert long_drain.wait() == 0
     assert "not drained in" not in long_drain.text()
 

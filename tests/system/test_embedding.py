@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.models import row_ids
 from support.processes import eventually, render_config, running, suspended
-from support.robots import PATIENCE_MS, address_of, connected
+from support.robots import TIMEOUT_MS, address_of, connected
 
 PROGRAM = """
 import json
@@ -65,7 +65,7 @@ def test_program_registers_a_policy_and_a_metrics_callback(tmp_path: Path, progr
                     robot.model("ids").observe(x=np.array(number), steps_remaining=number)
                     eventually(lambda n=number: requests(gateway.stats()) == n + 1)
             for robot in robots:
-                assert robot.model("ids").get_result(timeout_ms=PATIENCE_MS) is not None
+                assert robot.model("ids").get_result(timeout_ms=TIMEOUT_MS) is not None
         eventually(lambda: gateway.stats()["inferential"]["clients"] == 0, what="no clients")
     points = [json.loads(line) for line in points_path.read_text().splitlines()]
     # The worker already had the first two.

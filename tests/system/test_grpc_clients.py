@@ -285,7 +285,7 @@ def test_server_enforces_the_deadline_of_a_suspended_client(gateway: Gateway) ->
             eventually(lambda: gateway.stats()["streams"] == 0, what="the end of the stream")
             # Withdrawn at its deadline, before the batch completed.
             assert withdrawn() == before + 1
-        assert reference.facts()["code"] == "DEADLINE_EXCEEDED"
+        assert reference.result()["code"] == "DEADLINE_EXCEEDED"
     finally:
         reference.close()
     gateway.wait_idle()
@@ -362,7 +362,7 @@ def test_idle_client_that_pings_every_second_stays_connected(gateway: Gateway) -
         assert result == {"meanwhile": [], "code": "OK"}
         # Its pings detect a suspended server, so they were sent.
         with suspended(gateway.pid):
-            assert reference.facts()["then"] != "READY"
+            assert reference.result()["then"] != "READY"
     finally:
         reference.close()
 
@@ -446,7 +446,7 @@ def test_drain_fails_calls_as_draining_or_unavailable_never_cancelled(
             )
             assert progress == "under way"
             gateway.signal(signal.SIGTERM)
-            result = reference.facts()
+            result = reference.result()
             gateway.wait()
     finally:
         reference.close()
@@ -463,7 +463,7 @@ def test_wait_for_ready_call_succeeds_when_a_server_starts(tmp_path: Path) -> No
         result = reference.run("wait_for_ready", address=address)
         assert result == {"impatient": "UNAVAILABLE"}
         with running(tmp_path, served(tmp_path), server={"address": address}, **LARGE_LIMITS):
-            result = reference.facts()
+            result = reference.result()
     finally:
         reference.close()
     assert (result["code"], result["frames"]) == ("OK", 1)

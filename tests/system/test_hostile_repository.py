@@ -72,7 +72,7 @@ def test_hostile_models_do_not_affect_calls_or_workers(tmp_path: Path) -> None:
             eventually(lambda: load.count, what="the first response")
             for name in expected:
                 if not os.path.lexists(hostile / name / "model.onnx"):
-                    folder.say(name, 'backend = "pipeline"\n')
+                    folder.write_settings(name, 'backend = "pipeline"\n')
                 folder.put(name, 1, hostile / name)
 
             with gateway.client() as client:

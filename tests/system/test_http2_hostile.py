@@ -54,12 +54,12 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 def others_are_served(gateway: Gateway) -> Iterator[Wire]:
     """Another open connection is served before and after the test, and nothing leaks."""
     with Wire(gateway.address) as wire:
-        wire.say(call(1, CHECK, message(b"")))
+        wire.feed(call(1, CHECK, message(b"")))
         assert wire.answer(1).messages == [SERVING]
         yield wire
-        wire.say(call(999, CHECK, message(b"")))
+        wire.feed(call(999, CHECK, message(b"")))
         assert wire.answer(999).messages == [SERVING] and wire.answer(999).status == 0
-        assert not wire.heard(GOAWAY)
+        assert not wire.frames_of(GOAWAY)
     gateway.wait_idle()
     assert "Traceback" not in gateway.text()
 
@@ -164,13 +164,13 @@ def test_h2_client_finds_no_protocol_error(gateway: Gateway, window: int) -> Non
 def test_result_larger_than_the_window_is_complete_after_end_of_input(gateway: Gateway) -> None:
     """The stream has ended while the last result still waits for flow control."""
     with Wire(gateway.address) as wire:
-        wire.say(call(1, raw.EXCHANGE, exchange_of(BATCH[:50_000])))
+        wire.feed(call(1, raw.EXCHANGE, exchange_of(BATCH[:50_000])))
         acknowledged = 0
         while not client.answer_in(wire.frames, 1).is_over:
-            assert not wire.heard(client.RST_STREAM)
-            received = sum(len(each.payload) for each in wire.heard(client.DATA))
+            assert not wire.frames_of(client.RST_STREAM)
+            received = sum(len(each.payload) for each in wire.frames_of(client.DATA))
             if received > acknowledged:
-                wire.say(
+                wire.feed(
                     window_update(1, received - acknowledged),
                     window_update(0, received - acknowledged),
                 )
@@ -183,7 +183,7 @@ def test_result_larger_than_the_window_is_complete_after_end_of_input(gateway: G
 def test_compressed_request_is_served(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
         body = message(gzip.compress(exchange_of(BATCH[:100])[5:][:0]), 1)
-        wire.say(call(1, CHECK, body, ("grpc-encoding", "gzip")))
+        wire.feed(call(1, CHECK, body, ("grpc-encoding", "gzip")))
         assert wire.answer(1).messages == [SERVING]
 
 
@@ -191,7 +191,7 @@ def test_longest_timeout_is_accepted(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
         for stream_id, timeout in ((1, "99999999H"), (3, "99999999S"), (5, "20S")):
             body = exchange_of(BATCH[:10])
-            wire.say(call(stream_id, raw.EXCHANGE, body, ("grpc-timeout", timeout)))
+            wire.feed(call(stream_id, raw.EXCHANGE, body, ("grpc-timeout", timeout)))
             assert wire.answer(stream_id).status == 0
             assert rows_of(wire.answer(stream_id).messages) == BATCH_ROWS[:10]
 
@@ -199,7 +199,7 @@ def test_longest_timeout_is_accepted(gateway: Gateway) -> None:
 def test_deadline_ends_a_stream(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
         fields = request_fields(raw.EXCHANGE, [("grpc-timeout", "20m")])
-        wire.say(client.headers(1, fields))
+        wire.feed(client.headers(1, fields))
         assert wire.answer(1).status == 4
         assert wire.answer(1).blocks[-1]["iskander-code"] == "deadline_exceeded"
     eventually(lambda: gateway.stats()["streams"] == 0, what="the end of the stream")
@@ -223,7 +223,7 @@ def test_preface_and_call_sent_byte_by_byte_are_served(gateway: Gateway) -> None
     with Wire(gateway.address, first=b"") as wire:
         wire.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in PREFACE + settings() + call(1, CHECK, message(b"")):
-            wire.say(bytes([byte]))
+            wire.feed(bytes([byte]))
         assert wire.answer(1).messages == [SERVING]
 
 
@@ -245,15 +245,15 @@ def test_protocol_error_closes_the_connection_with_its_code(
     gateway: Gateway, sent: bytes, code: int
 ) -> None:
     with Wire(gateway.address) as wire:
-        wire.say(sent)
+        wire.feed(sent)
         assert [each.code for each in wire.until_over() if each.kind == GOAWAY] == [code]
 
 
 def test_client_above_its_window_is_disconnected(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
         # Health.Watch reads only one message.
-        wire.say(client.headers(1, request_fields(WATCH)), data(1, message(b"")))
-        wire.until(lambda: wire.heard(client.DATA))
+        wire.feed(client.headers(1, request_fields(WATCH)), data(1, message(b"")))
+        wire.until(lambda: wire.frames_of(client.DATA))
         for _ in range(5):
             wire.feed_until_closed(data(1, message(bytes(MIB - 5))))
         frames = wire.until_over()
@@ -262,12 +262,12 @@ def test_client_above_its_window_is_disconnected(gateway: Gateway) -> None:
 
 def test_too_large_headers_fail_only_the_call(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
-        wire.say(call(1, CHECK, message(b""), ("k", "v" * 20_000)))
+        wire.feed(call(1, CHECK, message(b""), ("k", "v" * 20_000)))
         rejected = wire.answer(1)
         assert rejected.status == Status.INVALID_ARGUMENT
         assert rejected.blocks[-1]["iskander-code"] == "limit"
         assert rejected.blocks[-1]["iskander-retryable"] == "false"
-        wire.say(call(3, CHECK, message(b"")))
+        wire.feed(call(3, CHECK, message(b"")))
         assert wire.answer(3).status == 0
 
 
@@ -287,9 +287,9 @@ def test_too_large_headers_fail_only_the_call(gateway: Gateway) -> None:
 )
 def test_flood_closes_the_connection(gateway: Gateway, flood: bytes) -> None:
     with Wire(gateway.address) as wire:
-        wire.say(call(1, CHECK, message(b"")))
+        wire.feed(call(1, CHECK, message(b"")))
         wire.answer(1)
-        wire.say(client.headers(3, request_fields(WATCH)))
+        wire.feed(client.headers(3, request_fields(WATCH)))
         wire.feed_until_closed(flood * 20_000)
         frames = wire.until_over()
         assert wire.is_over
@@ -312,10 +312,10 @@ def test_one_byte_windows_do_not_stop_other_clients(
     gateway: Gateway, others_are_served: Wire
 ) -> None:
     with Wire(gateway.address, first=PREFACE + settings(window=0)) as wire:
-        wire.say(call(1, CHECK, message(b"")))
+        wire.feed(call(1, CHECK, message(b"")))
         for stream_id in range(5, 25, 2):
-            wire.say(window_update(1, 1) if stream_id < 19 else ping())
-            others_are_served.say(call(stream_id, CHECK, message(b"")))
+            wire.feed(window_update(1, 1) if stream_id < 19 else ping())
+            others_are_served.feed(call(stream_id, CHECK, message(b"")))
             assert others_are_served.answer(stream_id).status == 0
         assert wire.answer(1).messages == [SERVING] and wire.answer(1).status == 0
 
@@ -331,18 +331,20 @@ def test_response_is_complete_after_sigterm(tmp_path_factory: pytest.TempPathFac
     with running(folder, served, workers={"groups": ["0"], "reattach_s": 5.0}) as gateway:
         first = PREFACE + settings(window=client.WINDOW_MAX)
         with Wire(gateway.address, first) as wire:
-            wire.say(window_update(0, client.WINDOW_MAX - 65_535))
-            wire.say(client.headers(1, request_fields(raw.EXCHANGE)))
+            wire.feed(window_update(0, client.WINDOW_MAX - 65_535))
+            wire.feed(client.headers(1, request_fields(raw.EXCHANGE)))
             body = exchange_of(BATCH)
             for at in range(0, len(body), 16_384):
-                wire.say(data(1, body[at : at + 16_384]))
+                wire.feed(data(1, body[at : at + 16_384]))
             # The first DATA frame is the schema, which is sent before the batch arrives.
-            wire.until(lambda: len(wire.heard(client.DATA)) > 1)
+            wire.until(lambda: len(wire.frames_of(client.DATA)) > 1)
             gateway.signal(15)
-            wire.say(data(1, b"", END_STREAM))
+            wire.feed(data(1, b"", END_STREAM))
             acknowledged = 0
             while wire.read():
-                pings = [each for each in wire.heard(client.PING) if not each.flags & client.ACK]
+                pings = [
+                    each for each in wire.frames_of(client.PING) if not each.flags & client.ACK
+                ]
                 for each in pings[acknowledged:]:
                     wire.feed_until_closed(ping(each.payload, client.ACK))
                 acknowledged = len(pings)

@@ -68,10 +68,10 @@ async def test_a_ping_and_window_updates_for_each_response_are_accepted() -> Non
     """grpc-go and grpc-java send them to measure the bandwidth-delay product."""
     peer = Peer(respond)
     for stream_id in range(1, BURST * 4, 2):
-        peer.say(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
+        peer.feed(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
         await turns()
-        peer.say(window_update(0, 14), window_update(stream_id, 14), ping())
-    assert peer.goodbye is None
+        peer.feed(window_update(0, 14), window_update(stream_id, 14), ping())
+    assert peer.goaway_code is None
     assert peer.answer(1).status == peer.answer(stream_id).status == 0
 
 
@@ -79,22 +79,22 @@ async def test_a_ping_and_window_updates_for_each_response_are_accepted() -> Non
 async def test_delayed_pings_count_against_earlier_responses() -> None:
     peer = Peer(respond)
     for stream_id in range(1, BURST * 4, 2):
-        peer.say(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
+        peer.feed(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
         await turns()
         if stream_id % 20 == 19:
-            peer.say(*[ping()] * 10)
-    assert peer.goodbye is None
+            peer.feed(*[ping()] * 10)
+    assert peer.goaway_code is None
 
 
 @in_loop
 async def test_ping_allowance_from_responses_is_bounded() -> None:
     peer = Peer(respond)
     for stream_id in range(1, 2001, 2):
-        peer.say(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
+        peer.feed(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
         await turns()
     for _ in range(BURST * 5):
-        peer.say(ping())
-    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+        peer.feed(ping())
+    assert peer.goaway_code == client.ENHANCE_YOUR_CALM
 
 
 @pytest.mark.parametrize("stream_id", [0, 1, 3])
@@ -103,13 +103,13 @@ def test_useless_window_updates_close_the_connection(stream_id: int) -> None:
         peer = Peer()
         peer.open(1)
         peer.open(3)
-        peer.say(rst_stream(3))
+        peer.feed(rst_stream(3))
         for _ in range(BURST * 5):
-            peer.say(window_update(stream_id, 1))
-        assert peer.goodbye is None
+            peer.feed(window_update(stream_id, 1))
+        assert peer.goaway_code is None
         for _ in range(BURST * 15):
-            peer.say(window_update(stream_id, 1))
-        assert peer.goodbye == client.ENHANCE_YOUR_CALM
+            peer.feed(window_update(stream_id, 1))
+        assert peer.goaway_code == client.ENHANCE_YOUR_CALM
 
     asyncio.run(run_case())
 
@@ -120,12 +120,12 @@ async def test_one_byte_window_updates_close_the_connection() -> None:
         await call.write(bytes(MIB))
 
     peer = Peer(serve)
-    peer.say(client.settings(window=0))
+    peer.feed(client.settings(window=0))
     peer.open()
     await turns()
     for _ in range(BURST * 20):
-        peer.say(window_update(1, 1))
-    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+        peer.feed(window_update(1, 1))
+    assert peer.goaway_code == client.ENHANCE_YOUR_CALM
 
 
 @in_loop
@@ -136,14 +136,14 @@ async def test_message_read_in_small_windows_is_complete() -> None:
         await call.write(sent)
 
     peer = Peer(serve)
-    peer.say(client.settings(window=2048), window_update(0, 16 * MIB))
+    peer.feed(client.settings(window=2048), window_update(0, 16 * MIB))
     peer.open(flags=END_STREAM)
     await turns()
     for _ in range(len(sent) // 2048 + 1):
-        peer.say(window_update(1, 1024), window_update(0, 1024))
-        peer.say(window_update(1, 1024), window_update(0, 1024))
+        peer.feed(window_update(1, 1024), window_update(0, 1024))
+        peer.feed(window_update(1, 1024), window_update(0, 1024))
     await turns()
-    assert peer.goodbye is None
+    assert peer.goaway_code is None
     assert peer.answer().messages == [sent]
 
 
@@ -155,10 +155,10 @@ async def test_last_of_repeated_settings_applies() -> None:
     peer = Peer(calls_max=2000)
     for stream_id in range(1, 401, 2):
         peer.open(stream_id)
-    peer.say(window_update(1, client.WINDOW_MAX - 65_535))
+    peer.feed(window_update(1, client.WINDOW_MAX - 65_535))
     many = b"".join(window_setting(value) for value in range(65_536 + 10_921, 65_535, -1))
-    peer.say(frame(SETTINGS, 0, many[: -len(window_setting(0))] + window_setting(65_534)))
-    assert peer.goodbye is None
+    peer.feed(frame(SETTINGS, 0, many[: -len(window_setting(0))] + window_setting(65_534)))
+    assert peer.goaway_code is None
     windows = {call.send_window for call in peer.calls.values()}
     assert windows == {65_534, client.WINDOW_MAX - 1}
 
@@ -167,9 +167,9 @@ async def test_last_of_repeated_settings_applies() -> None:
 async def test_settings_are_charged_by_their_number() -> None:
     peer = Peer()
     for _ in range(2):
-        assert peer.goodbye is None
-        peer.say(frame(SETTINGS, 0, b"\x99\x99\0\0\0\1" * 10_922))
-    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+        assert peer.goaway_code is None
+        peer.feed(frame(SETTINGS, 0, b"\x99\x99\0\0\0\1" * 10_922))
+    assert peer.goaway_code == client.ENHANCE_YOUR_CALM
 
 
 @in_loop
@@ -180,15 +180,15 @@ async def test_settings_are_charged_by_the_calls_they_change() -> None:
     for count in range(200):
         if peer.transport.is_closed:
             break
-        peer.say(client.settings(window=count))
-    assert peer.goodbye == client.ENHANCE_YOUR_CALM and count > 20
+        peer.feed(client.settings(window=count))
+    assert peer.goaway_code == client.ENHANCE_YOUR_CALM and count > 20
 
 
 @in_loop
 async def test_invalid_setting_is_an_error_even_before_a_valid_one() -> None:
     peer = Peer()
-    peer.say(frame(SETTINGS, 0, window_setting(1 << 31) + window_setting(5)))
-    assert peer.goodbye == client.FLOW_CONTROL_ERROR
+    peer.feed(frame(SETTINGS, 0, window_setting(1 << 31) + window_setting(5)))
+    assert peer.goaway_code == client.FLOW_CONTROL_ERROR
 
 
 # Headers.
@@ -201,9 +201,9 @@ async def test_metadata_with_any_bytes_is_decoded_and_keeps_the_connection() -> 
     for stream_id, value in ((1, b"caf\xe9"), (3, b"caf\xe9"), (5, "caf\u00e9".encode())):
         fields = [*request_fields(), ("who", value), ("client", "robot-7")]
         raw = encoder.encode(fields)
-        peer.say(frame(HEADERS, stream_id, raw, END_HEADERS), data(stream_id, b"", END_STREAM))
+        peer.feed(frame(HEADERS, stream_id, raw, END_HEADERS), data(stream_id, b"", END_STREAM))
         await turns()
-        assert peer.goodbye is None and peer.answer(stream_id).status == 0
+        assert peer.goaway_code is None and peer.answer(stream_id).status == 0
     expected = (("who", "caf\u00e9"), ("client", "robot-7"))
     assert [call.metadata for call in peer.served] == [expected] * 3
 
@@ -215,7 +215,7 @@ async def test_error_text_can_contain_a_path_with_any_bytes() -> None:
 
     peer = Peer(refuse)
     fields = [(":path", b"/t/\xff"), *request_fields(without=[":path"])]
-    peer.say(frame(HEADERS, 1, hpack.Encoder().encode(fields), END_HEADERS | END_STREAM))
+    peer.feed(frame(HEADERS, 1, hpack.Encoder().encode(fields), END_HEADERS | END_STREAM))
     await turns()
     assert peer.answer().status == Status.UNIMPLEMENTED
 
@@ -293,9 +293,9 @@ def test_compressed_messages_of_all_sizes_arrive_in_order(
             sent += (raw, b"as it is")
             body = message(COMPRESSORS[encoding](raw), 1) + message(b"as it is")
             for at in range(0, len(body), MIB):
-                peer.say(data(1, body[at : at + MIB]))
+                peer.feed(data(1, body[at : at + MIB]))
                 await until(lambda: peer.calls[1]._received < WINDOW_BYTES // 2)
-        peer.say(data(1, b"", END_STREAM))
+        peer.feed(data(1, b"", END_STREAM))
         await until(lambda: peer.answer().is_over)
         assert reader.received == [*sent, None] and peer.answer().status == 0
 
@@ -308,7 +308,7 @@ async def test_large_message_is_decompressed_outside_the_event_loop() -> None:
     peer.open(1, ("grpc-encoding", "gzip"))
     await turns()
     call = peer.calls[1]
-    peer.say(data(1, message(gzip.compress(bytes(MESSAGE_BYTES)), 1), END_STREAM))
+    peer.feed(data(1, message(gzip.compress(bytes(MESSAGE_BYTES)), 1), END_STREAM))
     assert not call.has_input
     events: list[bool] = []
     call.on_input = lambda: events.append(call.has_input)
@@ -340,10 +340,10 @@ def test_invalid_large_message_fails_the_call_after_earlier_messages(
         if len(raw) > MIB:
             peer = Peer(reader, message_bytes=2 * MIB)
         peer.open(1, ("grpc-encoding", "gzip"))
-        peer.say(data(1, message(b"before")))
+        peer.feed(data(1, message(b"before")))
         body = message(raw, 1) + message(b"behind")
-        peer.say(*(data(1, body[at : at + MIB]) for at in range(0, len(body), MIB)))
-        peer.say(data(1, b"", END_STREAM))
+        peer.feed(*(data(1, body[at : at + MIB]) for at in range(0, len(body), MIB)))
+        peer.feed(data(1, b"", END_STREAM))
         await until(lambda: len(reader.received) > 1)
         before, error = reader.received
         assert before == b"before"
@@ -362,9 +362,9 @@ async def test_call_reset_during_decompression_releases_everything() -> None:
     bomb = message(gzip.compress(bytes(MESSAGE_BYTES // 2)), 1)
     for stream_id in range(1, 21, 2):
         peer.open(stream_id, ("grpc-encoding", "gzip"))
-        peer.say(data(stream_id, bomb))
+        peer.feed(data(stream_id, bomb))
     await turns()
-    peer.say(*(rst_stream(stream_id) for stream_id in range(1, 21, 2)))
+    peer.feed(*(rst_stream(stream_id) for stream_id in range(1, 21, 2)))
     await asyncio.sleep(0.5)
     assert not reader.received and not failed and not peer.calls
     assert all(call.receive() is None and not call.has_input for call in peer.served)
@@ -374,7 +374,7 @@ async def test_call_reset_during_decompression_releases_everything() -> None:
 
 
 def granted(peer: Peer, stream_id: int) -> int:
-    updates = peer.heard(WINDOW_UPDATE)
+    updates = peer.frames_of(WINDOW_UPDATE)
     return sum(each.number for each in updates if each.stream_id == stream_id)
 
 
@@ -382,7 +382,7 @@ def begin(peer: Peer, stream_id: int, size: int) -> None:
     """Sends the part of a large message that fits the window."""
     peer.open(stream_id)
     raw = message(bytes(size))[:WINDOW_BYTES]
-    peer.say(*(data(stream_id, raw[at : at + MIB]) for at in range(0, len(raw), MIB)))
+    peer.feed(*(data(stream_id, raw[at : at + MIB]) for at in range(0, len(raw), MIB)))
 
 
 def end(peer: Peer, stream_id: int, size: int) -> None:
@@ -390,7 +390,7 @@ def end(peer: Peer, stream_id: int, size: int) -> None:
     left = size + 5 - WINDOW_BYTES
     while left:
         count = min(left, MIB)
-        peer.say(data(stream_id, bytes(count)))
+        peer.feed(data(stream_id, bytes(count)))
         left -= count
 
 
@@ -412,7 +412,7 @@ async def test_large_messages_are_received_within_the_memory_budget() -> None:
     await turns()
     assert [len(each or b"") for each in reader.received] == [3 * MIB]
 
-    peer.say(rst_stream(1))
+    peer.feed(rst_stream(1))
     assert granted(peer, 7)
     for stream_id in (3, 5, 7):
         end(peer, stream_id, 10 * MIB)
@@ -420,7 +420,7 @@ async def test_large_messages_are_received_within_the_memory_budget() -> None:
     received = [
         each if isinstance(each, RpcError) else len(each or b"") for each in reader.received
     ]
-    assert received == [3 * MIB, 10 * MIB, 10 * MIB, 10 * MIB] and peer.goodbye is None
+    assert received == [3 * MIB, 10 * MIB, 10 * MIB, 10 * MIB] and peer.goaway_code is None
     peer.connection.streams.close()
     await turns()
     assert used(budget) == 0 and not budget._reserved
@@ -485,16 +485,16 @@ async def test_incomplete_messages_stay_within_the_budget() -> None:
     raw = message(bytes(3 * MIB))[:-1]
     for stream_id in range(1, 101, 2):
         peer.open(stream_id)
-        peer.say(*(data(stream_id, raw[at : at + MIB]) for at in range(0, len(raw), MIB)))
+        peer.feed(*(data(stream_id, raw[at : at + MIB]) for at in range(0, len(raw), MIB)))
         peak = max(peak, used(budget))
     peer.open(201)
-    peer.say(data(201, message(b"small"), END_STREAM))
+    peer.feed(data(201, message(b"small"), END_STREAM))
     await turns()
     assert peak <= 32 * MIB and budget.evictions >= 40
     rejected = [each for each in reader.received if isinstance(each, RpcError)]
     assert len(rejected) == budget.evictions
     assert {each.status for each in rejected} == {Status.UNAVAILABLE}
-    assert b"small" in reader.received and peer.goodbye is None
+    assert b"small" in reader.received and peer.goaway_code is None
     peer.connection.streams.close()
     while peer.calls:
         await turns()
@@ -510,9 +510,9 @@ async def test_messages_without_a_reader_stay_within_the_budget() -> None:
     for stream_id in (1, 3, 5, 7, 9):
         peer.open(stream_id)
         await turns()
-        peer.say(raw.replace(b"\0\0\0\0\1", b"\0\0\0\0" + bytes([stream_id])))
+        peer.feed(raw.replace(b"\0\0\0\0\1", b"\0\0\0\0" + bytes([stream_id])))
         assert used(budget) <= 8 * MIB
-    assert budget.evictions > 0 and peer.goodbye is None
+    assert budget.evictions > 0 and peer.goaway_code is None
     peer.connection.streams.close()
     assert used(budget) == 0
 
@@ -527,7 +527,7 @@ async def test_unread_response_is_charged_until_it_is_sent() -> None:
     peer.open(flags=END_STREAM)
     await turns()
     assert used(budget) >= 3 * MIB
-    peer.say(window_update(0, 4 * MIB), window_update(1, 4 * MIB))
+    peer.feed(window_update(0, 4 * MIB), window_update(1, 4 * MIB))
     await turns()
     assert used(budget) == 0 and peer.answer().messages == [bytes(3 * MIB)]
 
@@ -559,7 +559,7 @@ async def test_message_without_progress_is_rejected() -> None:
     peer = Peer(reader)
     for stream_id, raw in ((1, message(bytes(1000))[:-1]), (3, b"\0\0"), (5, message(b"whole"))):
         peer.open(stream_id)
-        peer.say(data(stream_id, raw))
+        peer.feed(data(stream_id, raw))
     await turns()
     later = now_ns() + int(TimeoutsConfig().message_s * NS_PER_S)
     peer.connection.streams.check_timeouts(later - NS_PER_S)
@@ -580,10 +580,10 @@ async def test_slowly_sent_message_is_rejected(monkeypatch: pytest.MonkeyPatch) 
     peer = Peer(Reader())
     for stream_id in (1, 3):
         peer.open(stream_id)
-        peer.say(data(stream_id, message(bytes(100_000))[:-50_000]))
+        peer.feed(data(stream_id, message(bytes(100_000))[:-50_000]))
     for _ in range(3):
         clock += 20 * NS_PER_S
-        peer.say(data(1, b"a"), data(3, bytes(10_000)))
+        peer.feed(data(1, b"a"), data(3, bytes(10_000)))
         peer.connection.streams.check_timeouts(clock)
     await turns()
     assert peer.host.ended == ["message_timeout"]
@@ -593,8 +593,8 @@ async def test_slowly_sent_message_is_rejected(monkeypatch: pytest.MonkeyPatch) 
 @in_loop
 async def test_unsent_bytes_are_charged_while_the_socket_is_full() -> None:
     peer = Peer()
-    peer.transport.room_bytes = 100
-    peer.say(*[ping()] * 20)
+    peer.transport.free_bytes = 100
+    peer.feed(*[ping()] * 20)
     peer.transport.empty()
     assert len(peer.host.unsent) == 2 and peer.host.unsent[0] > 100 and not peer.host.unsent[1]
 
@@ -621,7 +621,7 @@ async def test_connection_is_aborted_when_the_socket_accepts_no_data() -> None:
     peer.transport.fill()
     peer.connection.enforce_timeouts(now_ns() + NS_PER_S)
     assert not peer.transport.is_aborted
-    peer.say(ping())
+    peer.feed(ping())
     later = now_ns() + int(TimeoutsConfig().response_s * NS_PER_S)
     peer.connection.enforce_timeouts(later + NS_PER_S)
     assert peer.transport.is_aborted and peer.host.ended == ["response_timeout"]

@@ -19,7 +19,7 @@ from inferential import AsyncConnection
 from pyarrow import flight
 from support.models import row_ids
 from support.processes import Gateway, eventually, running, suspended
-from support.robots import DTYPES, PATIENCE_MS, address_of, ask, connected, joints, mirrors, policy
+from support.robots import DTYPES, TIMEOUT_MS, address_of, ask, connected, joints, mirrors, policy
 
 from iskander.client import Client
 
@@ -67,7 +67,7 @@ def test_quickstart_of_the_client_package(address: str) -> None:
         assert float(result["brightness"]) == 3.0
         assert result["model_id"] == "policy"
         assert len(result["response_id"]) == 32
-        assert 0.0 <= result["inference_latency_ms"] < PATIENCE_MS
+        assert 0.0 <= result["inference_latency_ms"] < TIMEOUT_MS
         assert model.get_result(timeout_ms=0) is None
 
 
@@ -136,7 +136,7 @@ def test_pipelined_observations_are_answered_in_order(address: str) -> None:
         for number in range(100):
             model.observe(x=np.array(number), urgency=number / 100)
         for number in range(100):
-            result = model.get_result(timeout_ms=PATIENCE_MS)
+            result = model.get_result(timeout_ms=TIMEOUT_MS)
             assert result is not None and result["y"] == 3 * number + 1
 
 
@@ -149,8 +149,8 @@ def test_async_client_is_served(address: str) -> None:
                 value = 100 * number + turn
                 await policy.observe(urgency=0.1, **joints(value))
                 await ids.observe(x=np.array(value))
-                first = await ids.get_result(timeout_ms=PATIENCE_MS)
-                second = await policy.get_result(timeout_ms=PATIENCE_MS)
+                first = await ids.get_result(timeout_ms=TIMEOUT_MS)
+                second = await policy.get_result(timeout_ms=TIMEOUT_MS)
                 assert first is not None and second is not None
                 results.append([int(first["y"]), float(second["actions"][0])])
             return results
@@ -214,7 +214,7 @@ def test_observations_of_several_clients_run_in_one_batch(gateway: Gateway, addr
                 model.observe(**joints(number))
             expected = before.get("requests", 0) + len(models)
             eventually(lambda: gateway.stats()["lanes"][lane]["requests"] == expected)
-        results = [model.get_result(timeout_ms=PATIENCE_MS) for model in models]
+        results = [model.get_result(timeout_ms=TIMEOUT_MS) for model in models]
         for number, result in enumerate(results):
             assert result is not None and result["actions"].tolist() == [2.0 * number] * 7
     after = gateway.stats()["lanes"][lane]
@@ -258,7 +258,7 @@ def test_observation_of_a_killed_worker_is_retried_and_counted(
                 model.observe(**joints(6))
                 eventually(lambda: gateway.stats()["workers"][0]["in_flight"], what="a batch")
                 gateway.kill_worker()
-            result = model.get_result(timeout_ms=PATIENCE_MS)
+            result = model.get_result(timeout_ms=TIMEOUT_MS)
             assert result is not None and result["actions"].tolist() == [12.0] * 7
             labels = {"client": "retried", "model": "policy"}
             assert points(gateway, "dispatch_retries", **labels)["count"] == 1

@@ -15,7 +15,7 @@ from support.models import row_ids
 from support.processes import MIB, Gateway, eventually, running, suspended
 from support.robots import (
     GREETING,
-    PATIENCE_MS,
+    TIMEOUT_MS,
     Peer,
     address_of,
     ask,
@@ -302,7 +302,7 @@ def busy(gateway: Gateway, address: str, worker: int, model: str) -> Iterator[No
                 eventually(lambda n=number: gateway.stats()["workers"][0]["in_flight"] == n + 1)
             yield
         for number, robot in enumerate(robots):
-            result = robot.model(model).get_result(timeout_ms=PATIENCE_MS)
+            result = robot.model(model).get_result(timeout_ms=TIMEOUT_MS)
             assert result is not None and result["y"] == 3 * number + 1
 
 
@@ -316,7 +316,7 @@ def test_observation_above_its_time_to_live_does_not_run(
             model.observe(x=np.array(9), ttl_ms="50")
             eventually(lambda: outcomes(gateway).get("deadline_exceeded", 0) == before + 1)
         if sends_errors:
-            error = model.get_result(timeout_ms=PATIENCE_MS)
+            error = model.get_result(timeout_ms=TIMEOUT_MS)
             assert error is not None and error["error_code"] == "deadline_exceeded"
         assert ask(model, x=np.array(4))["y"] == 13
     assert lane(gateway, "ids")["batches"] == batches + 3
@@ -345,13 +345,13 @@ def test_full_queue_drops_the_lowest_priority(
                 full = before.get("queue_full", 0) + count
                 eventually(lambda full=full: outcomes(gateway).get("queue_full", 0) == full)
         for number in (1, 2):
-            result = models[number].get_result(timeout_ms=PATIENCE_MS)
+            result = models[number].get_result(timeout_ms=TIMEOUT_MS)
             assert result is not None and result["y"] == 3 * number + 1
         for number, code in ((0, "dropped"), (3, "queue_full"), (4, "queue_full")):
             if not sends_errors:
                 assert models[number].get_result(timeout_ms=0) is None
             else:
-                error = models[number].get_result(timeout_ms=PATIENCE_MS)
+                error = models[number].get_result(timeout_ms=TIMEOUT_MS)
                 assert error is not None and error["error_code"] == code
                 assert error["error_retryable"] == "true"
 
@@ -369,11 +369,11 @@ def test_newest_wins_supersedes_older_observations_of_the_client(
             eventually(lambda: outcomes(gateway).get("superseded", 0) == before + 4)
         if sends_errors:
             for _ in range(4):
-                error = robot.model("ids").get_result(timeout_ms=PATIENCE_MS)
+                error = robot.model("ids").get_result(timeout_ms=TIMEOUT_MS)
                 assert error is not None and error["error_code"] == "superseded"
-        result = robot.model("ids").get_result(timeout_ms=PATIENCE_MS)
+        result = robot.model("ids").get_result(timeout_ms=TIMEOUT_MS)
         assert result is not None and result["y"] == 13
-        result = other.model("ids").get_result(timeout_ms=PATIENCE_MS)
+        result = other.model("ids").get_result(timeout_ms=TIMEOUT_MS)
         assert result is not None and result["y"] == 151
 
 

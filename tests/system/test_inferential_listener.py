@@ -21,7 +21,7 @@ from onnx import TensorProto, helper
 from support.models import row_ids, save
 from support.processes import BIN, Gateway, eventually, render_config, running, suspended
 from support.robots import (
-    PATIENCE_MS,
+    TIMEOUT_MS,
     Peer,
     address_of,
     ask,
@@ -51,7 +51,7 @@ def zmq_socket(kind: int, address: str, identity: bytes = b"") -> Iterator[zmq.S
     """Opens a libzmq socket."""
     context = zmq.Context()
     opened = context.socket(kind)
-    opened.linger, opened.rcvtimeo = 0, PATIENCE_MS
+    opened.linger, opened.rcvtimeo = 0, TIMEOUT_MS
     if identity:
         opened.routing_id = identity
     opened.connect(address)
@@ -77,7 +77,7 @@ def test_drain_answers_accepted_observations(tmp_path: Path, models: list[dict[s
                 gateway.signal(signal.SIGTERM)
                 eventually(lambda: "draining" in gateway.text())
             for number, robot in enumerate(robots):
-                result = robot.model("ids").get_result(timeout_ms=PATIENCE_MS)
+                result = robot.model("ids").get_result(timeout_ms=TIMEOUT_MS)
                 assert result is not None and result["y"] == 3 * number + 1
             assert gateway.wait() == 0
 
@@ -247,7 +247,7 @@ def test_newest_wins_of_the_server_applies_to_clients_without_the_option(
                 )
             values: list[int] = []
             while not values or values[-1] != 22:
-                result = model.get_result(timeout_ms=PATIENCE_MS)
+                result = model.get_result(timeout_ms=TIMEOUT_MS)
                 assert result is not None
                 values.append(int(result["y"]))
             assert len(values) <= 3

@@ -15,7 +15,7 @@ import zmq
 from onnx import TensorProto, helper
 from support.models import row_ids, save
 from support.processes import MIB, Gateway, eventually, running, suspended
-from support.robots import GREETING, PATIENCE_MS, Peer, address_of, ask, connected, observation
+from support.robots import GREETING, TIMEOUT_MS, Peer, address_of, ask, connected, observation
 
 from iskander.protocols.inferential.session import FAILED_MAX
 
@@ -81,7 +81,7 @@ def busy(gateway: Gateway, address: str, worker: int) -> Iterator[None]:
                 eventually(lambda n=number: gateway.stats()["workers"][0]["in_flight"] == n + 1)
             yield
         for robot in robots:
-            assert robot.model("ids").get_result(timeout_ms=PATIENCE_MS) is not None
+            assert robot.model("ids").get_result(timeout_ms=TIMEOUT_MS) is not None
 
 
 def answered_numbers(model: Any) -> list[int]:
@@ -218,7 +218,7 @@ def test_heartbeats_are_answered_while_the_window_is_full(
                 dealer.send_multipart([b"", *observation("ids", {"x": np.array(number)})])
             assert not monitor.poll(1500)
         for _ in range(MANY):
-            assert dealer.poll(PATIENCE_MS)
+            assert dealer.poll(TIMEOUT_MS)
             dealer.recv_multipart()
     finally:
         dealer.disable_monitor()

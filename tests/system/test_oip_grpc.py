@@ -339,8 +339,8 @@ def test_backpressure_stops_only_the_client_that_does_not_read(
         result = reference.run("infer", address=gateway.address, model="ids", tensors=tensors)
         assert result["outputs"] == {"y": tensor("INT64", 3 * np.arange(3) + 1)}
     assert admitted() <= 2 * WINDOW_MAX
-    filler.tell("read")
-    result = filler.facts()
+    filler.send("read")
+    result = filler.result()
     assert result["told"] == [str(number) for number in range(UNREAD["requests"])]
     assert result["end"][0] == "OK" and admitted() == UNREAD["requests"]
 
@@ -391,8 +391,8 @@ def test_statistics_count_requests_and_batches(
 def test_cancelled_call_withdraws_its_request(gateway: Gateway, reference: ReferenceClient) -> None:
     assert reference.run("cancelled", address=gateway.address) == "under way"
     eventually(lambda: lane(gateway, "slow/1")["requests"], what="a request of the slow model")
-    reference.tell("give up")
-    assert reference.facts()[0] == "CANCELLED"
+    reference.send("give up")
+    assert reference.result()[0] == "CANCELLED"
     gateway.wait_idle()
     assert lane(gateway, "slow/1")["withdrawn"] == 1
 
@@ -408,8 +408,8 @@ def test_cancelled_stream_withdraws_its_requests(
             lambda: lane(gateway, "ids/10")["requests"] == before["requests"] + 5,
             what="five requests",
         )
-        reference.tell("give up")
-        assert reference.facts() == "CANCELLED"
+        reference.send("give up")
+        assert reference.result() == "CANCELLED"
         eventually(
             lambda: lane(gateway, "ids/10")["withdrawn"] == before["withdrawn"] + 5,
             what="five withdrawn requests",
@@ -452,11 +452,11 @@ def send_one_by_one(gateway: Gateway, reference: ReferenceClient, priorities: li
     """Sends requests of `ids`, each after the lane has admitted the one before."""
     reference.begin("in_what_order", address=gateway.address, priorities=priorities)
     for count in range(1, len(priorities) + 1):
-        assert reference.facts() == "sent"
+        assert reference.result() == "sent"
         eventually(
             lambda count=count: lane(gateway, "ids/1")["requests"] == count, what="a request"
         )
-        reference.tell("next")
+        reference.send("next")
 
 
 def test_urgent_requests_run_first(tmp_path: Path, reference: ReferenceClient) -> None:
@@ -473,7 +473,7 @@ def test_urgent_requests_run_first(tmp_path: Path, reference: ReferenceClient) -
     ) as gateway:
         with suspended(gateway.worker_pids()[0]):
             send_one_by_one(gateway, reference, priorities)
-        order = reference.facts()
+        order = reference.result()
     assert [error for _, error in order if error] == []
     assert [priorities[number] for number, _ in order[2:]] == [1, 1, 2, 0, 9, 10, 255]
 
@@ -659,7 +659,7 @@ def test_full_queue_is_resource_exhausted(
         assert (rejected[0], rejected[2]["iskander-code"]) == ("RESOURCE_EXHAUSTED", "queue_full")
         assert rejected[2]["iskander-retryable"] == "true"
         assert int(rejected[2]["iskander-retry-after-ms"]) > 0
-        assert len(filler.facts()) == 3
+        assert len(filler.result()) == 3
         gateway.wait_idle()
 
 
@@ -677,7 +677,7 @@ def test_passed_deadline_is_deadline_exceeded(
             (late,) = reference.run("raw_call", address=gateway.address, messages=messages)
         assert (late[0], late[2]["iskander-code"]) == ("DEADLINE_EXCEEDED", "deadline_exceeded")
         assert late[2]["iskander-retryable"] == "false"
-        assert len(filler.facts()) == 2
+        assert len(filler.result()) == 2
         gateway.wait_idle()
 
 
@@ -705,7 +705,7 @@ def test_drain_answers_admitted_requests(tmp_path: Path, reference: ReferenceCli
             eventually(lambda: lane(gateway, "ids/1")["requests"] == 2, what="both requests")
             gateway.signal(signal.SIGTERM)
             eventually(lambda: "draining 0 streams, 2 calls" in gateway.text(), what="the drain")
-        result = reference.facts()
+        result = reference.result()
         gateway.wait()
     assert result["unary"] == "alone" and result["streamed"] == ["in stream"]
     status, _, trailers = result["end"]
@@ -726,8 +726,8 @@ def test_drain_waits_until_computed_results_are_read(
         eventually(
             lambda: waiting in gateway.text(), what="a drain that waits for the client to read"
         )
-        reference.tell("read")
-        result = reference.facts()
+        reference.send("read")
+        result = reference.result()
         gateway.wait()
     responses = result["told"]
     assert WINDOW_MIN <= len(responses) <= 2 * WINDOW_MAX

@@ -80,7 +80,7 @@ def start_load(references: dict[str, ReferenceClient], gateway: Gateway, request
     """Starts all clients and waits until each has `requests` responses."""
     for way, address in addresses(gateway).items():
         references[way].begin("load", way=way, address=address, requests=requests)
-    assert [reference.facts() for reference in references.values()] == ["enough"] * len(WAYS)
+    assert [reference.result() for reference in references.values()] == ["enough"] * len(WAYS)
 
 
 def block_drain(unread_client: ReferenceClient, gateway: Gateway) -> None:
@@ -96,7 +96,7 @@ def block_drain(unread_client: ReferenceClient, gateway: Gateway) -> None:
 
 def client_facts(references: dict[str, ReferenceClient]) -> dict[str, list[Facts]]:
     """Facts of all clients, after a check that results are correct and equal in all protocols."""
-    facts = {way: reference.facts() for way, reference in references.items()}
+    facts = {way: reference.result() for way, reference in references.items()}
     clients = [client for each in facts.values() for client in each]
     assert [client["wrong"] for client in clients] == [[]] * len(WAYS) * CLIENTS
     assert len({client.get("same") for client in clients}) == 1, clients
@@ -116,7 +116,7 @@ def test_every_client_gets_its_own_results(
     with start(tmp_path) as gateway:
         start_load(references, gateway, REQUESTS)
         for reference in references.values():
-            reference.tell("stop")
+            reference.send("stop")
         facts = client_facts(references)
 
         assert {client["end"] for each in facts.values() for client in each} == {"told"}
@@ -143,7 +143,7 @@ def test_requests_of_different_protocols_run_in_one_batch(
                 )
         for number, way in enumerate(WAYS, 1):
             expected = 3 * rows_of(way, 0, 2 * number) + 1
-            assert references[way].facts() == expected.tolist(), way
+            assert references[way].result() == expected.tolist(), way
         lane = ids_stats(gateway)
         assert lane["completed"] == len(WAYS)
         assert lane["batches"] <= BATCHES_IN_FLIGHT + 1
@@ -212,9 +212,9 @@ def finish_load(
                 lambda: gateway.stats()["inferential"]["observations"].get("draining") == CLIENTS,
                 what="silent rejections",
             )
-            reference.tell("stop")
+            reference.send("stop")
         else:
-            reference.tell("until refused")
+            reference.send("until refused")
 
 
 def require_no_losses(
@@ -243,7 +243,7 @@ def require_no_losses(
 
 def unblock_drain(unread_client: ReferenceClient, gateway: Gateway) -> None:
     """Reads the unread stream, so the drain ends."""
-    unread_client.tell("read")
+    unread_client.send("read")
     unread_client.facts()
     assert gateway.wait() == 0
     assert "not drained in" not in gateway.text()

@@ -78,8 +78,8 @@ def request_headers(stream_id: int, *extra: tuple[str, str]) -> bytes:
 def require_response(gateway: Gateway) -> None:
     """Sends a small request over another connection."""
     with Wire(gateway.address) as connection:
-        connection.say(client.headers(1, request_fields(CHECK), END_HEADERS))
-        connection.say(data(1, message(b""), END_STREAM))
+        connection.feed(client.headers(1, request_fields(CHECK), END_HEADERS))
+        connection.feed(data(1, message(b""), END_STREAM))
         assert connection.answer(1).messages == [b"\x08\x01"]
 
 
@@ -106,8 +106,8 @@ def large_incomplete_messages(stack: ExitStack, gateway: Gateway) -> Iterator[No
 def compressed_messages(stack: ExitStack, gateway: Gateway, bomb: bytes) -> Iterator[None]:
     for _ in range(10):
         connection = stack.enter_context(Wire(gateway.address))
-        connection.say(request_headers(1, ("grpc-encoding", "gzip")))
-        connection.say(frames_of(1, message(bomb, 1), END_STREAM))
+        connection.feed(request_headers(1, ("grpc-encoding", "gzip")))
+        connection.feed(frames_of(1, message(bomb, 1), END_STREAM))
         assert connection.answer(1).status in (Status.RESOURCE_EXHAUSTED, Status.INVALID_ARGUMENT)
         yield
 
@@ -140,8 +140,8 @@ def bad_dictionary_index(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
     body = b"".join(map(message, [*sent[:-1], last]))
     for _ in range(6):
         connection = stack.enter_context(Wire(gateway.address))
-        connection.say(client.headers(1, request_fields(wire.EXCHANGE), END_HEADERS))
-        connection.say(frames_of(1, body))
+        connection.feed(client.headers(1, request_fields(wire.EXCHANGE), END_HEADERS))
+        connection.feed(frames_of(1, body))
         assert connection.answer(1).status == Status.INVALID_ARGUMENT
         yield
 

@@ -80,7 +80,7 @@ def test_changes_of_the_folder_are_served(tmp_path: Path) -> None:
             lambda: listed(client) == {"m/2": "ready", "n/1": "ready"},
             what="the removal of the old version",
         )
-        folder.take("n")
+        folder.remove("n")
         eventually(lambda: "n/1" not in listed(client), what="the removal of the model")
         with pytest.raises(ModelNotFound, match="there is no model `n`; available: m"):
             factor(client, "n")
@@ -153,7 +153,7 @@ def test_reloads_under_load_lose_and_mix_up_no_results(tmp_path: Path) -> None:
 def test_queued_requests_run_on_the_replaced_generation(tmp_path: Path) -> None:
     """The new generation serves at once; the old one is unloaded when its queue is empty."""
     folder = Folder(tmp_path / "models")
-    folder.say("m", "max_batch_rows = 1\n")
+    folder.write_settings("m", "max_batch_rows = 1\n")
     folder.put("m", 1, models.slow(tmp_path / "slow", 40))
     results: dict[int, list[int]] = {}
     with serving(tmp_path, groups=("0",)) as gateway, gateway.client() as client:
@@ -235,7 +235,7 @@ def test_versions_have_aliases_splits_and_a_default(
     folder.put("m", 1, 3)
     folder.put("m", 2, 5)
     folder.put("m", 3, 7)
-    folder.say("m", 'default = "stable"\naliases = {stable = 1, canary = 2}')
+    folder.write_settings("m", 'default = "stable"\naliases = {stable = 1, canary = 2}')
     with serving(tmp_path) as gateway, gateway.client() as client:
         assert factor(client) == factor(client, version="stable") == 3
         assert factor(client, version="canary") == factor(client, version="2") == 5
@@ -245,7 +245,9 @@ def test_versions_have_aliases_splits_and_a_default(
         assert reference.run("factors", address=gateway.address) == [3]
         assert reference.run("factors", address=gateway.address, version="canary") == [5]
 
-        folder.say("m", "aliases = {stable = 1, canary = 2}\nsplit = {stable = 1, canary = 1}")
+        folder.write_settings(
+            "m", "aliases = {stable = 1, canary = 2}\nsplit = {stable = 1, canary = 1}"
+        )
         keys = [f"user-{number}" for number in range(40)]
 
         def selected() -> list[int]:
@@ -257,7 +259,9 @@ def test_versions_have_aliases_splits_and_a_default(
         assert reference.run("factors", address=gateway.address, keys=keys) == first
         assert "1 of 2" in next(m for m in client.models() if m["version"] == "2")["routes"]
 
-        folder.say("m", "aliases = {stable = 1, canary = 2}\nsplit = {stable = 0, canary = 1}")
+        folder.write_settings(
+            "m", "aliases = {stable = 1, canary = 2}\nsplit = {stable = 0, canary = 1}"
+        )
         eventually(lambda: set(selected()) == {5}, what="version 2 for all keys")
 
 

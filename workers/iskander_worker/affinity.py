@@ -19,7 +19,7 @@ def set_library_environment() -> None:
 
 
 def pin_process(cpus: tuple[int, ...], node: int | None) -> list[str]:
-    """Pin the process to `cpus`, prefer memory of `node`, and return what the system refused."""
+    """Pin the process to `cpus` and prefer memory of `node`; return notices of what failed."""
     notices = []
     try:
         os.sched_setaffinity(0, cpus)

@@ -3,7 +3,8 @@
     ArrayBatch  one batch: arrays in by name, arrays out by name, copied to the output address
     ArrayStage  a batch of several requests, gathered in memory of its own for one run
 
-Strings are decoded into new arrays for every batch. All other arrays are views of the body.
+Strings and booleans are decoded into new arrays for every batch. All other arrays are views of the
+body.
 
 Runs on: worker main.
 """
@@ -37,9 +38,9 @@ the run; an assertion does not."""
 
 @dataclass(slots=True)
 class ArrayBatch:
-    """One batch whose inputs and results lie in two bodies, with these columns and addresses.
+    """One batch of arrays, read from the body at one address and written to that at another.
 
-    The caller has checked that the body of inputs is whole.
+    The caller has checked that the input body is inside its arena.
     """
 
     compute: Compute
@@ -151,7 +152,7 @@ def read_body(
     body: np.ndarray,
     decode: Callable[[bytes], object],
 ) -> dict[str, np.ndarray]:
-    """The arrays of a body by name: views, but for strings, each converted by `decode`."""
+    """The arrays of a body by name: views, except for booleans and strings (by `decode`)."""
     strings = iter(ranges)
     arrays: dict[str, np.ndarray] = {}
     for spec, offset in zip(specs, offsets, strict=True):

@@ -1,8 +1,8 @@
 """Connections of a worker to the gateway processes that it serves.
 
 The first gateway process assigned this worker's slot, and starts and stops it. If that process has
-siblings (`server.processes`), the worker attaches to each of them too, and reattaches after a
-restart. With one gateway process, waiting for its next frame is one system call.
+peers (`server.processes`), the worker attaches to each of them too, and reattaches after a restart.
+With one gateway process, waiting for its next frame is one system call.
 
 Runs on: worker main.
 """
@@ -26,7 +26,7 @@ from iskander.memory.segment import Segment
 from iskander_worker.cancellation import RunCanceller
 from iskander_worker.executor import Executor
 
-BEAT_INTERVAL_S: Final = 0.1
+HEARTBEAT_INTERVAL_S: Final = 0.1
 RETRY_NS: Final = 50 * NS_PER_MS
 REJECTED_NS: Final = NS_PER_S
 """Retry delay after a gateway process rejected this worker or assigned it another slot."""
@@ -54,7 +54,7 @@ class Attachment:
                 fd, is_writable = segment_fds.pop(0), bool(self._segments)
                 self._segments.append(Segment.attach(fd, length, is_writable=is_writable))
             # A single channel blocks in its read; several are polled first.
-            wait_s = None if welcome.siblings else BEAT_INTERVAL_S
+            wait_s = None if welcome.siblings else HEARTBEAT_INTERVAL_S
             self.channel = open_channel(
                 connection, welcome.channel, is_gateway=False, wait_s=wait_s
             )
@@ -65,7 +65,7 @@ class Attachment:
                 os.close(fd)
             raise
         inputs, outputs, beat = self._segments
-        self._beat = beat.view
+        self._heartbeat_view = beat.view
         self.executor = Executor(inputs, outputs)
         self.canceller = RunCanceller(abort_fd)
         self._has_sent_leaving = False
@@ -73,7 +73,7 @@ class Attachment:
 
     def heartbeat(self, at_ns: int, batch_id: int = 0) -> None:
         """Write the time of this event loop iteration, and the running batch."""
-        write_heartbeat(self._beat, at_ns, batch_id)
+        write_heartbeat(self._heartbeat_view, at_ns, batch_id)
 
     def send_leaving(self) -> None:
         """Ask for no more work, once."""
@@ -95,7 +95,7 @@ class Attachment:
 class Attachments:
     """All gateway processes that this worker serves.
 
-    `first` assigned the slot; `greet` sends `Hello` to a sibling. `is_reassigned` is set when the
+    `first` assigned the slot; `greet` sends `Hello` to a peer. `is_reassigned` is set when the
     first process assigns another slot or other cores, so that this worker exits.
     """
 
@@ -105,7 +105,7 @@ class Attachments:
         self._first = first
         self._greet = greet
         self._notices = notices
-        self._siblings = first.welcome.siblings
+        self._peers = first.welcome.siblings
         self._busy_poll_ns = first.welcome.busy_poll_us * NS_PER_US
         self._has_run = False
         self._handshakes: dict[str, tuple[int, socket.socket]] = {}
@@ -119,16 +119,16 @@ class Attachments:
     def wait(self, wake_fd: int | None = None) -> list[Attachment]:
         """Wait until a channel or `wake_fd` is readable; return the readable attachments.
 
-        It ends after a heartbeat interval. A single channel waits in its read instead.
+        Returns after a heartbeat interval at the latest. A single channel waits in its read.
         """
         if self._has_run:
             self._has_run = False
             self._busy_poll()
-        if not self._siblings and wake_fd is None:
+        if not self._peers and wake_fd is None:
             return self.attached
         if wake_fd is not None:
             self._poll.register(wake_fd, select.POLLIN)
-        ready = {fd for fd, _ in self._poll.poll(BEAT_INTERVAL_S * 1000)}
+        ready = {fd for fd, _ in self._poll.poll(HEARTBEAT_INTERVAL_S * 1000)}
         if wake_fd is not None:
             self._poll.unregister(wake_fd)
         return [each for each in self.attached if each.channel.fileno() in ready]
@@ -140,9 +140,10 @@ class Attachments:
             os.sched_yield()
 
     def heartbeat(self, own: Attachment | None = None, batch_id: int = 0, model: int = 0) -> None:
-        """Write a heartbeat for every gateway process, when a batch of `own` starts or without one.
+        """Write a heartbeat for every gateway process.
 
-        The other processes receive the digest of its model, whose key is `model`.
+        `own` is the process whose batch starts; None without a batch. It reads the batch id, the
+        other processes the negative digest of the model with the key `model`.
         """
         at_ns = now_ns()
         if own is not None and self._busy_poll_ns:
@@ -168,11 +169,11 @@ class Attachments:
     def attach_missing(self) -> None:
         """Advance the handshakes with missing gateway processes, without blocking."""
         now = now_ns()
-        if not self._siblings or now < self._next_attach_ns:
+        if not self._peers or now < self._next_attach_ns:
             return
         self._next_attach_ns = now + RETRY_NS
         attached = {each.path for each in self.attached}
-        for path in (self._first.path, *self._siblings):
+        for path in (self._first.path, *self._peers):
             if path in self._handshakes:
                 self._finish_handshake(path, now)
             elif path not in attached and now >= self._retry_at_ns.get(path, 0):
@@ -223,6 +224,6 @@ class Attachments:
                 attachment.close(is_open_until_exit=False)
             elif answer.code != ProtocolError.code:
                 return connection.close()  # It could not allocate the memory; retried.
-            # Another slot, or this one is occupied. Only the first process decides on an exit.
+            # The slot is another one, or occupied. Only the first process can end this worker.
             self.is_reassigned |= path == self._first.path
         return connection.close()

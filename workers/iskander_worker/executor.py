@@ -24,8 +24,8 @@ from iskander_worker.session import Session
 BINDINGS_MAX: Final = 512
 BINDING_BYTES_MAX: Final = 65_536
 """Creating a binding costs some 60 us more than using one. Each has a few kilobytes, and private
-buffers for booleans and outputs of unknown shape; large ones are not cached. Eviction is first in,
-first out, because tracking the use would cost time in every batch."""
+buffers for booleans and outputs of unknown shape; it is not cached if these are larger. Eviction is
+first in, first out, because tracking the use would cost time in every batch."""
 
 
 class Executor:
@@ -85,14 +85,14 @@ class Executor:
 
     def _create_stage(self, message: Execute) -> _Stage | ArrayStage:
         """A stage for batches of at least that many rows: a power of two, so it seldom grows."""
-        of, rows = (message.model, message.bucket), message.rows
-        self._bindings = {key: kept for key, kept in self._bindings.items() if key[:2] != of}
+        key, rows = (message.model, message.bucket), message.rows
+        self._bindings = {each: kept for each, kept in self._bindings.items() if each[:2] != key}
         session = self.sessions[message.model].bucket(message.bucket)
         if session.inputs.has_strings or session.outputs.has_strings:
             stage: _Stage | ArrayStage = ArrayStage(session)
         else:
             stage = _Stage(session, 1 << (rows - 1).bit_length())
-        self._stages[of] = stage
+        self._stages[key] = stage
         return stage
 
     def _require_inside(self, message: Execute) -> None:

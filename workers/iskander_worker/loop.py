@@ -34,9 +34,9 @@ from iskander.errors import Cancelled, IskanderError, ManifestError
 from iskander_worker.attachments import Attachment, Attachments
 from iskander_worker.loading.loader import LoadQueue
 
-HOLD_NS: Final = 100_000
-"""An answer is held until the next batch ends, if that is no larger than a batch that took less
-time than this. Batches of a few microseconds that arrived together thus share one answer frame,
+SHARED_ANSWER_NS: Final = 100_000
+"""An answer waits for the next one if the last batch took less time than this, and the next batch
+has no more rows. Batches of a few microseconds that arrived together thus share one answer frame,
 which halves the wake-ups; longer ones are answered one by one."""
 
 
@@ -119,7 +119,7 @@ class WorkerLoop:
     def _on_drain(self, attachments: Attachments, attachment: Attachment, drain: Drain) -> bool:
         """Detach from a gateway process; return whether it was the first, which ends this worker.
 
-        If the first one stops, its siblings stop too and drain by themselves; if it only replaces
+        If the first one stops, its peers stop too and drain by themselves; if it only replaces
         this worker, they receive `Leaving`.
         """
         is_first = attachments.is_first(attachment)
@@ -188,4 +188,4 @@ class WorkerLoop:
 def _is_brief(message: Execute, attachment: Attachment) -> bool:
     """Whether this batch is so short that the last answer can wait for it."""
     model, rows, run_ns = attachment.last_run
-    return message.model == model and message.rows <= rows and run_ns < HOLD_NS
+    return message.model == model and message.rows <= rows and run_ns < SHARED_ANSWER_NS

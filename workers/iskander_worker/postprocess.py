@@ -108,7 +108,7 @@ def _padded_lists(value: Any, source: Source, rows: int) -> tuple[Any, np.ndarra
 
 
 def _blanked(tensor: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Lists with zeros behind their lengths, so that no step rejects what lies there."""
+    """Replace the elements beyond each list's length by zeros, which no step rejects."""
     is_valid = np.arange(tensor.shape[1]) < lengths[:, None]
     blank = "" if tensor.dtype == np.object_ else np.zeros((), tensor.dtype)
     return np.where(is_valid.reshape(*is_valid.shape, *[1] * (tensor.ndim - 2)), tensor, blank)

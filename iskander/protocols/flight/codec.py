@@ -1,7 +1,7 @@
 """Codec of one stream: splits batches into tensors, and builds responses.
 
-    schema + contract     ->  Plan         which nodes and buffers of a header are which tensor
-    header, body          ->  ParsedBatch  the bytes of every tensor and passed-through column
+    schema + contract     ->  Plan         the tensor of each node and buffer in a header
+    header, body          ->  ParsedBatch  the bytes of each tensor and passed-through column
     ParsedBatch, results  ->  frames       the response, with the passed-through columns unchanged
 
 A plain batch is not parsed as a whole: the numbers in its header are compared with the plan, and
@@ -38,7 +38,7 @@ from iskander.protocols.flight.data import Parts, data_head, read_flight_data
 from iskander.protocols.flight.plan import (
     CachedHeader,
     Column,
-    PassthroughColumn,
+    PassthroughLayout,
     Plan,
     ResponseLayout,
     require_header,
@@ -49,7 +49,7 @@ CACHED_HEADER_BYTES_MAX: Final = 4096
 CACHED_HEADERS_MAX: Final = 64
 """Headers cached by a plan; batches of one size have identical headers."""
 ASSEMBLED_ROWS: Final = 4096
-"""Ranks and lists of more rows cost milliseconds."""
+"""Ranks and lists of more rows are assembled on a thread: they cost milliseconds."""
 
 
 class ParsedBatch(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class ParsedBatch(msgspec.Struct, frozen=True):
     rows: int
     body: memoryview | SegmentRange
     tensors: list[tuple[int, int]]
-    response: ResponseLayout | PassthroughColumn | None  # With string results, only the latter.
+    response: ResponseLayout | PassthroughLayout | None  # With string results, only the latter.
     passthrough: list[pa.Array]  # If the response is not plain.
     app_metadata: bytes
     portions: tuple[BatchPortion, ...] = ()  # The inputs, if built from columns.
@@ -74,7 +74,7 @@ class ParsedBatch(msgspec.Struct, frozen=True):
 
 
 class Unrendered(NamedTuple):
-    """A response whose messages depend on earlier ones; `batch` is None until assembled."""
+    """A response that depends on the dictionaries sent before; `batch` is None until assembled."""
 
     parsed: ParsedBatch
     results: bytes | memoryview
@@ -82,7 +82,7 @@ class Unrendered(NamedTuple):
 
 
 class LongMessage(Exception):
-    """A message that costs milliseconds to read, and must be read by a thread."""
+    """Reading this message costs milliseconds, and must happen on a thread."""
 
 
 class StreamCodec:
@@ -97,7 +97,7 @@ class StreamCodec:
         self._last: ParsedBatch | None = None
 
     def is_quick(self, raw: bytes | memoryview) -> bool:
-        """Whether a message is small, or its header is cached; read others by a thread."""
+        """Whether a message is small, or its header is cached; read others on a thread."""
         if len(raw) <= WHOLE_BYTES and not self.plan.has_lists:
             return True
         return self._is_quick(read_flight_data(raw).header, len(raw))
@@ -246,6 +246,7 @@ class StreamCodec:
         passthrough: list[pa.Array],
         app_metadata: bytes,
     ) -> ParsedBatch:
+        """Check a plain batch against the plan, and locate its tensors."""
         plan, rows, nodes, buffers = self.plan, batch.rows, batch.nodes, batch.buffers
         if len(nodes) != 2 * plan.nodes_count or len(buffers) != 2 * plan.buffers_count:
             got = f"{len(nodes) // 2} arrays in {len(buffers) // 2} buffers"
@@ -260,7 +261,7 @@ class StreamCodec:
                     text += "the model input does not accept nulls"
                     raise ContractError(text, column=column.name)
             assert column.spec is not None
-            # No strings may come without offsets.
+            # Without rows, a string column may omit its offsets.
             length = column.spec.buffer_bytes(rows) if rows else 0
             start, _ = _buffer(column, column.values_buffer, length, buffers, len(body))
             tensors.append((start, start + length))
@@ -268,7 +269,7 @@ class StreamCodec:
             texts = [column for column in plan.inputs if not column.bits]
             tensors += [_strings_range(column, rows, buffers, _readable(body)) for column in texts]
         _require_disjoint(sum(stop - start for start, stop in tensors), len(body))
-        response: ResponseLayout | PassthroughColumn | None = None
+        response: ResponseLayout | PassthroughLayout | None = None
         if plan.is_response_plain:
             response = columns = _lay_out_passthrough(plan, batch, body)
             if not plan.has_string_results:
@@ -298,7 +299,7 @@ def _require_lengths(column: Column, rows: int, nodes: tuple[int, ...]) -> None:
 def _buffer(
     column: Column, index: int, required: int, buffers: tuple[int, ...], body_bytes: int
 ) -> tuple[int, int]:
-    """Start and length of a buffer; checks that it has the required bytes and is in the body."""
+    """Start and length of a buffer that is inside the body and has the required bytes."""
     start, length = buffers[2 * index], buffers[2 * index + 1]
     if start < 0 or length < required or start + length > body_bytes:
         text = f"column `{column.name}`: a buffer has {length} bytes at {start}, "
@@ -377,7 +378,7 @@ def _plain_frame(plan: Plan, parsed: ParsedBatch, results: bytes | memoryview) -
 
 def _lay_out_passthrough(
     plan: Plan, batch: ipc.Batch, body: memoryview | SegmentRange
-) -> PassthroughColumn:
+) -> PassthroughLayout:
     """Check the passed-through columns and lay them out one after the other."""
     rows, nodes, end = batch.rows, batch.nodes, 0
     response_nodes: list[int] = []
@@ -393,11 +394,11 @@ def _lay_out_passthrough(
             response_buffers += (end, stop - start)
             end += stop - start + len(padding)
     _require_disjoint(sum(stop - start for start, stop, _ in ranges), len(body))
-    return PassthroughColumn(response_nodes, response_buffers, ranges, end)
+    return PassthroughLayout(response_nodes, response_buffers, ranges, end)
 
 
 def _response_layout(
-    plan: Plan, rows: int, passthrough: PassthroughColumn, results: bytes | memoryview
+    plan: Plan, rows: int, passthrough: PassthroughLayout, results: bytes | memoryview
 ) -> ResponseLayout:
     """Render the response's header; reads `results` only if they contain strings."""
     outputs = plan.contract.outputs

@@ -1,4 +1,4 @@
-"""Conversion of batches that the codec cannot read itself, by pyarrow.
+"""Conversion by pyarrow of batches that the codec cannot read itself.
 
 Handles compressed bodies, dictionaries, inputs that are built from columns (`inputs`), and
 passed-through columns that are lists, structs, maps, unions, views or run-end encoded. A request is
@@ -32,7 +32,7 @@ _I64 = struct.Struct("<q")
 
 
 class BatchPortion(NamedTuple):
-    """Rows of one bucket, which form a request; `places` are their rows in a split batch."""
+    """Rows of one bucket, which form a request; `places` are their row numbers in a split batch."""
 
     rows: int
     tensors: list[memoryview]

@@ -19,7 +19,7 @@ from iskander.config.schema import LimitsConfig
 from iskander.errors import LimitExceeded
 
 PARTS_MAX: Final = 256
-"""Messages of one dictionary: each delta is concatenated with all earlier parts."""
+"""Limit of messages of one dictionary: each delta copies all earlier ones."""
 
 
 class _Source:
@@ -61,7 +61,7 @@ class _Part(NamedTuple):
 class _Validated:
     """A validated dictionary, and the same in a type that supports `take`.
 
-    The reference keeps its addresses unique.
+    The reference keeps the addresses in use, so `address_key` stays unique.
     """
 
     def __init__(self, dictionary: pa.Array) -> None:
@@ -77,10 +77,12 @@ class BatchReader:
         self._schema = schema
         self._schema_message = schema_message
         self._limits = limits
-        self._count = sum(_count(field.type) for field in schema)
-        self._top = [i for i, field in enumerate(schema) if pa.types.is_dictionary(field.type)]
-        others = [field.type for i, field in enumerate(schema) if i not in self._top]
-        self._has_nested = any(map(_count, others))
+        self._dictionaries_count = sum(_count_dictionaries(field.type) for field in schema)
+        self._dictionary_columns = [
+            i for i, field in enumerate(schema) if pa.types.is_dictionary(field.type)
+        ]
+        others = [field.type for i, field in enumerate(schema) if i not in self._dictionary_columns]
+        self._has_nested = any(map(_count_dictionaries, others))
         self._parts: dict[int, list[_Part]] = {}
         self._total = 0
         self._pending: list[memoryview] = []
@@ -111,7 +113,7 @@ class BatchReader:
         if total > self._limits.bytes or len(earlier) >= PARTS_MAX:
             sizes = f"{total} bytes, limit {self._limits.bytes} (`limits.bytes`)"
             parts = f"{len(earlier) + 1} parts, limit {PARTS_MAX}"
-            raise LimitExceeded(f"the stream's dictionaries have {sizes}; this one has {parts}")
+            raise LimitExceeded(f"dictionaries of the stream too large: {sizes}; this one: {parts}")
         message = [memoryview(ipc.encapsulate(header)), body]
         self._parts[dictionary] = [*earlier, _Part(message, size, expanded)]
         self._total = total
@@ -121,7 +123,7 @@ class BatchReader:
             sum(part.size for part in parts) if len(parts) > 1 else parts[0].expanded
             for parts in self._parts.values()
         )
-        if self._has_read or len(self._parts) >= self._count:
+        if self._has_read or len(self._parts) >= self._dictionaries_count:
             self._decode()
 
     def read(self, header: bytes, body: memoryview) -> tuple[pa.RecordBatch, pa.RecordBatch]:
@@ -133,7 +135,7 @@ class BatchReader:
         batch.validate()
         plain, is_plain = list(batch.columns), True
         for index, column in enumerate(batch.columns):
-            if index not in self._top:
+            if index not in self._dictionary_columns:
                 column.validate(full=True)
                 continue
             validated = self._validate(index, column)
@@ -163,13 +165,14 @@ class BatchReader:
             columns = [pa.nulls(0, field.type) for field in self._schema]
             empty = pa.RecordBatch.from_arrays(columns, schema=self._schema)
             batch = self._next([memoryview(empty.serialize()).cast("B")])
-            for index in self._top:
+            for index in self._dictionary_columns:
                 self._validate(index, batch.column(index))
         except (pa.ArrowException, OSError, StopIteration):
             # The first batch that uses the dictionary fails with the same error.
             self._reader = None
 
     def _next(self, message: list[memoryview]) -> pa.RecordBatch:
+        """Read a batch message, after the dictionaries that the reader has not read."""
         try:
             if self._reader is None:
                 parts = [part for parts in self._parts.values() for part in parts]
@@ -201,10 +204,10 @@ def address_key(array: pa.Array) -> tuple[int, ...]:
     return tuple(key)
 
 
-def _count(arrow: pa.DataType) -> int:
-    """Dictionaries in a type."""
+def _count_dictionaries(arrow: pa.DataType) -> int:
+    """Number of dictionaries in a type, at any depth."""
     if isinstance(arrow, pa.BaseExtensionType):
-        return _count(arrow.storage_type)
+        return _count_dictionaries(arrow.storage_type)
     if pa.types.is_dictionary(arrow):
-        return 1 + _count(arrow.value_type)
-    return sum(_count(arrow.field(index).type) for index in range(arrow.num_fields))
+        return 1 + _count_dictionaries(arrow.value_type)
+    return sum(_count_dictionaries(arrow.field(index).type) for index in range(arrow.num_fields))

@@ -1,10 +1,10 @@
-"""Model inputs built from a batch's columns that are not tensors as sent.
+"""Model inputs built from columns that need a conversion.
 
-    schema, contract   ->  InputBuilder  per entry: finds and checks its columns
+    schema, contract   ->  InputBuilder  finds and checks the columns of one entry
     batch              ->  BuiltTensor   elements, decoded, without nulls, of the tensor's type
     BuiltTensor, rows  ->  Buffers       as an arena stores them
 
-Padding comes last, because it depends on the rows that are padded together.
+Padding comes last, because its length depends on the bucket.
 
 Runs on: gateway loop, and the thread that reads large batches.
 """
@@ -200,18 +200,18 @@ class _Text(BuiltTensor):
         self._builder = builder
         parts = list(map(builder.text, columns, map(ValueLocation, builder.names)))
         self._array, self._valid = parts[0]
-        self._size = len(self._array) // len(columns[0]) if len(columns[0]) else 1
+        self._strings_per_row = len(self._array) // len(columns[0]) if len(columns[0]) else 1
         if len(parts) > 1:
             whole = pa.concat_arrays([array for array, _ in parts])
             order = np.arange(len(whole)).reshape(len(parts), -1).T.reshape(-1)
-            self._array, self._size = whole.take(pa.array(order)), len(parts)
+            self._array, self._strings_per_row = whole.take(pa.array(order)), len(parts)
             self._valid = np.stack([valid for _, valid in parts], axis=1)
 
     def buffers(self, rows: np.ndarray | None, length: int) -> dict[str, Buffers]:
         del length
         array, valid = self._array, self._valid
         if rows is not None:
-            index = rows[:, None] * self._size + np.arange(self._size)
+            index = rows[:, None] * self._strings_per_row + np.arange(self._strings_per_row)
             array, valid = array.take(pa.array(index.reshape(-1))), valid[rows]
         text = Buffers(*arrays.text_buffers(array))
         return {self._builder.spec.tensor: text} | self._builder.mask(valid, valid.shape)

@@ -31,7 +31,7 @@ class Column(NamedTuple):
     type: pa.DataType
     first_node: int
     first_buffer: int
-    levels: tuple[int, ...]
+    levels: tuple[int, ...]  # Values per row in each of its nodes.
     bits: int  # Of one value; 0 for strings, whose offsets must be read.
     spec: TensorSpec | None  # None if only passed through.
 
@@ -41,7 +41,7 @@ class Column(NamedTuple):
         return self.first_buffer + len(self.levels)
 
 
-class PassthroughColumn(NamedTuple):
+class PassthroughLayout(NamedTuple):
     """The passed-through columns of a plain response."""
 
     nodes: list[int]
@@ -66,7 +66,7 @@ class CachedHeader(NamedTuple):
     rows: int
     body_bytes: int
     tensors: list[tuple[int, int]]
-    response: ResponseLayout | PassthroughColumn | None
+    response: ResponseLayout | PassthroughLayout | None
 
 
 class Order:

@@ -3,9 +3,9 @@
     unix socket  ->  RegionRequest  ->  a sealed memfd, sent as a descriptor, under a random name
     connection closed               ->  the region is released
 
-A client writes a body to its region, and sends its location over the stream. From then on the batch
-is like any other, and is copied to the input arena. So only the gateway reads memory that a client
-can change, and reads it once.
+A client writes a body to its region and sends the location over the stream. The gateway copies the
+batch to the input arena, as any other batch. So only the gateway reads memory that a client can
+change, and reads it once.
 
 Runs on: gateway loop.
 """
@@ -47,7 +47,7 @@ class _Region(NamedTuple):
 
 
 class RegionServer:
-    """Allocates regions over a unix socket; `lent` is the bytes of each region by name."""
+    """Allocates regions over a unix socket; `allocated` has the bytes of each region by name."""
 
     def __init__(self, config: SharedMemoryConfig, server: ServerConfig, path: Path) -> None:
         self._config = config
@@ -106,7 +106,7 @@ class RegionServer:
             raise MalformedInput(f"wanted a number of bytes, got {length_bytes}")
         if length_bytes > config.region_bytes:
             limit = f"limit {config.region_bytes} bytes (`shared_memory.region_bytes`)"
-            text = f"requested a region of {length_bytes} bytes, {limit}"
+            text = f"region too large: {length_bytes} bytes, {limit}"
             raise LimitExceeded(text, wanted=config.region_bytes)
         total = sum(self.allocated.values())
         if len(self.allocated) >= config.regions or total + length_bytes > config.total_bytes:

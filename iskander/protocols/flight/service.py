@@ -21,6 +21,7 @@ from iskander.config.schema import LimitsConfig
 from iskander.decoders import thread_safe
 from iskander.errors import Draining, IskanderError, MalformedInput, Overloaded, Unsupported
 from iskander.measurement.recent_values import RecentValues
+from iskander.protocols.flight.batch_limits import batch_limits
 from iskander.protocols.flight.exchange import OPEN_S, Exchange
 from iskander.protocols.flight.plan import Plan
 from iskander.protocols.flight.regions import RegionServer
@@ -43,8 +44,8 @@ ACTIONS = {
     "they are loaded.",
     "unload": 'Body {"model": NAME, "version": VERSION?}. Unload a model; returns the unloaded '
     "versions.",
-    "contract": 'Body {"model": NAME, "version": VERSION?}. The contract as JSON, then the schemas '
-    "of its inputs and results as Arrow IPC messages.",
+    "contract": 'Body {"model": NAME, "version": VERSION?}. The contract as JSON, with limits, '
+    "versions and aliases; then the schemas of its inputs and results as Arrow IPC messages.",
     "shared-memory": "Socket path and size limit of shared memory regions; one JSON object.",
     "stats": "State of lanes, workers and memory; one JSON object.",
     "metrics": 'Body {"name"?, "labels"?, "window_s"?}. Recent values of each metric: count, mean, '
@@ -136,7 +137,7 @@ class FlightService:
 
     async def handshake(self, call: Call) -> None:
         """Complete a handshake: a token sent as a password is returned as a bearer header."""
-        request = _parse(flight_pb2.HandshakeRequest, await _first(call))
+        request = _parse(flight_pb2.HandshakeRequest, await _first_message(call))
         response = flight_pb2.HandshakeResponse(protocol_version=request.protocol_version)
         await call.write(response.SerializeToString())
         tokens = [bearer_token(str(value)) for name, value in call.metadata if name == HEADER]
@@ -204,14 +205,16 @@ class FlightService:
                 return [await self._recent.answer(body)]
             return [self._stats() if name == "stats" else self._regions.describe()]
         if name not in ("contract", "load", "unload"):
-            raise Unsupported(f"there is no action `{name[:100]}`; there are {', '.join(ACTIONS)}")
+            raise Unsupported(f"unknown action `{name[:100]}`; available: {', '.join(ACTIONS)}")
         query = _read_query(name, body)
         if name == "contract":
             grant.require_model(query.model)
             lane = self.models.find_loaded(query.model, query.version_text)
             assert lane.contract is not None
             inputs = request_schema(lane.contract).serialize().to_pybytes()
-            return [describe(lane), inputs, _result_schema(lane)]
+            described = {"limits": batch_limits(lane.contract, self.limits)}
+            described |= self.models.describe_versions(lane.model.name)
+            return [describe(lane) | described, inputs, _result_schema(lane)]
         grant.require_manage(query.model)
         if name == "load":
             versions = await self._peers.load(query.model)
@@ -238,7 +241,7 @@ def _read_query(action: str, body: bytes) -> _Query:
         raise MalformedInput(f"the body of `{action}`: {error}") from None
 
 
-async def _first(call: Call) -> bytes:
+async def _first_message(call: Call) -> bytes:
     try:
         async with asyncio.timeout(OPEN_S):
             return bytes(await call.read() or b"")

@@ -100,7 +100,7 @@ def split_batch(
 def merge_results(
     contract: Contract, places: Sequence[np.ndarray], bodies: Sequence[bytes | memoryview]
 ) -> memoryview:
-    """Merge the results of portions in row order; `places` are the rows of each portion."""
+    """Merge the results of portions in row order; `places` are the row numbers of each portion."""
     specs, rows = contract.outputs, sum(map(len, places))
     offsets = body_layout(specs, rows)[0]
     texts: list[memoryview] = []
@@ -138,7 +138,7 @@ def merge_results(
 
 def _texts(
     contract: Contract,
-    which: int,
+    string_number: int,
     found: Sequence[np.ndarray],
     places: Sequence[np.ndarray],
     bodies: Sequence[bytes | memoryview],
@@ -146,10 +146,10 @@ def _texts(
 ) -> pa.Array:
     """One string output of all portions, concatenated."""
     arrays, specs = [], contract.outputs
-    spec = [each for each in specs if each.is_string][which]
+    spec = [each for each in specs if each.is_string][string_number]
     for ends, each, body, layout in zip(found, places, bodies, layouts, strict=True):
         lengths = string_lengths(specs, len(each), body, layout)
-        start, stop = string_ranges(specs, len(each), lengths, layout)[0][which]
+        start, stop = string_ranges(specs, len(each), lengths, layout)[0][string_number]
         buffers = [None, pa.py_buffer(ends), pa.py_buffer(memoryview(body)[start:stop])]
         arrays.append(pa.Array.from_buffers(pa.binary(), len(each) * spec.elements, buffers))
     return pa.concat_arrays(arrays)

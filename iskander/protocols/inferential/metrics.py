@@ -1,4 +1,4 @@
-"""Outcome counters of observations, and points under Inferential's metric names.
+"""Outcome counters of observations, and values under Inferential's metric names.
 
 Runs on: gateway loop.
 """
@@ -28,7 +28,7 @@ _EXPIRED = frozenset(kind.code for kind in (DeadlineExceeded, DeadlineUnreachabl
 
 
 class InferentialMetrics:
-    """Counts outcomes and records points.
+    """Counts outcomes, and records values for `RecentValues`.
 
     Outcomes are `answered`, `late` (deadline passed), `unsent` (client disconnected), and the codes
     of errors.
@@ -48,7 +48,7 @@ class InferentialMetrics:
         self._recent.record("payload_size_bytes", payload_bytes, labels)
 
     def on_malformed(self, error: IskanderError) -> None:
-        """Count a message without the address of a reply."""
+        """Count a message that cannot be parsed, and so has no address for a reply."""
         self._count(error)
         self._recent.record("observation_errors", 1, {})
 

@@ -119,7 +119,7 @@ class InferentialService:
         return f"{self._response_prefix}{self._responses:016x}"
 
     def register(self, session: Session, name: str) -> str:
-        """Register a client and return its name, with a suffix if the name is in use."""
+        """Register a client; return its name, after the grant's name, made unique by a suffix."""
         if self.grant.name:
             name = f"{self.grant.name}/{name}"
         unique = name

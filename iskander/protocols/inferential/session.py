@@ -1,9 +1,9 @@
 """Session of one Inferential client: observations in, replies out, in order for each model.
 
-A session has no task for each observation. The connection calls `take`, lane and dispatcher call
-`deliver` or `fail`, and `_write` sends the next replies while the client reads them. The window
-limits the observations in progress; while it is full the session reads nothing, so that a client
-that floods or does not read slows down only itself. Failed and expired observations leave the
+A session has no task for each observation. The connection calls `on_message`, lane and dispatcher
+call `deliver` or `fail`, and `_write` sends the next replies while the client reads them. The
+window limits the observations in progress; while it is full the session reads nothing, so that a
+client that floods or does not read slows down only itself. Failed and expired observations leave the
 window and do not delay newer ones.
 
 Runs on: gateway loop.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger("iskander.inferential")
 
 NAME_MAX: Final = 128
-"""Significant letters of a client's name, which is a label of every point."""
+"""Maximum characters of a client's name, a label of its metrics; the rest is cut off."""
 FAILED_MAX: Final = 1024
 """Limit of error replies that wait behind results."""
 RETRY_MS: Final = 1000
@@ -78,7 +78,7 @@ class _Pending(Request):
         self.is_single = is_single
         self.body: bytes | memoryview | None = None  # Of the results, once they arrive.
         self.error: IskanderError | None = None
-        # Bound of its private memory: tensors and results.
+        # Upper bound of its private memory: tensors and results.
         self.memory_bytes = self.layout.input_bytes + self.layout.output_bytes
 
 
@@ -223,15 +223,15 @@ class Session:
         service.grant.require_model(name)
         lane = service.models.find_loaded(name, version or None, self.name)
         assert lane.contract is not None
-        question: InputTensors = read_tensors(lane.contract, observation)
+        received: InputTensors = read_tensors(lane.contract, observation)
         pending = _Pending(
             lane,
             self,
-            read_inputs(lane.contract, question.tensors, self._limits),
+            read_inputs(lane.contract, received.tensors, self._limits),
             terms,
             arrived_ns=arrived_ns,
             address=address,
-            is_single=question.is_single,
+            is_single=received.is_single,
         )
         if not pending.rows:
             pending.body, pending.tensors = b"", []
@@ -299,7 +299,7 @@ class Session:
         self._arm_expiry()
 
     def _arm_expiry(self) -> None:
-        """In a full window, withdraw running observations at their deadline to make space."""
+        """If the window is full, schedule `_expire` at the earliest deadline."""
         if not self.is_full:
             return
         first_ns = min((each.deadline_ns for each in self._unanswered()), default=NEVER_NS)
@@ -311,6 +311,7 @@ class Session:
             self._expiry_ns = first_ns
 
     def _expire(self) -> None:
+        """Withdraw the observations past their deadline, to make space in the window."""
         self._expiry, self._expiry_ns = None, NEVER_NS
         now = now_ns()
         for pending in [each for each in self._unanswered() if each.deadline_ns <= now]:
@@ -354,7 +355,7 @@ class Session:
             self._connection.resume()
 
     def _reply(self, pending: _Pending | _Rejected) -> None:
-        """Send one reply; none after its deadline, since the client would match the next call."""
+        """Send one reply; none after its deadline: the client would take it for the next one."""
         metrics = self._service.metrics
         error = pending.error
         if error is not None:

@@ -20,7 +20,7 @@ from iskander.protocols.tensors import Tensor, result_tensors
 
 ENVELOPE_BYTES_MAX = 65_536
 UNKNOWN_MAX = 16
-"""Excess tensors that are parsed, so that an error names them."""
+"""Tensors beyond the model's inputs that are parsed, so that the error names them."""
 _TYPE_NAMES = {
     wire.FLOAT16: "FP16",
     wire.FLOAT32: "FP32",
@@ -75,7 +75,10 @@ def read_observation(parts: Sequence[Part]) -> Observation:
         MalformedInput: The message is not an observation, or has no client or model id.
     """
     if len(parts) < 2 or parts[0]:
-        raise MalformedInput("a message is an empty part, an envelope and a payload")
+        raise MalformedInput(
+            f"malformed message of {len(parts)} parts, expected an empty part, an envelope and a "
+            "payload"
+        )
     if len(parts[1]) > ENVELOPE_BYTES_MAX:
         raise MalformedInput(
             f"envelope too large: {len(parts[1])} bytes, limit {ENVELOPE_BYTES_MAX}"

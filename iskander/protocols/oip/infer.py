@@ -51,9 +51,9 @@ _Key: TypeAlias = tuple[int, int, tuple[str, ...], bool]
 
 
 class CachedRequest:
-    """A request without its tensors' bytes; most requests of a client are otherwise identical.
+    """A parsed request without the bytes of its tensors, shared by equal requests.
 
-    `match` says how the tensors of the last such request matched the inputs; None if unknown.
+    `match` maps the tensors of the last such request to the inputs; None if unknown.
     """
 
     __slots__ = ("match", "parsed")
@@ -137,7 +137,7 @@ class Inference:
     ) -> tuple[RequestTensors, int]:
         """Read a request's tensors on the event loop, and charge the call for copies.
 
-        Returns the tensors and the charged bytes, which the caller gives back.
+        Returns the tensors and the charged bytes, which the caller releases.
         """
         cached, contract, raw = resolved.cached, resolved.contract, scanned.raw
         match = cached.match

@@ -66,7 +66,7 @@ def read_head(head: bytes, columns: int) -> ParsedRequest:
 
     Raises:
         MalformedInput: The message is invalid, or mixes raw and typed contents.
-        LimitExceeded: It has too many of these, or a tensor too many axes.
+        LimitExceeded: It has too many inputs, outputs or parameters, or a tensor too many axes.
         ContractError: It requests an output twice.
         Unsupported: It requests shared memory, classification or a sequence.
     """
@@ -122,11 +122,11 @@ def tensors_of(
 ) -> list[Tensor]:
     """Return the request's tensors with their bytes, which are all raw or all typed.
 
-    Tensors that fit no input of the contract get no elements: `tensors.take` rejects them.
+    Tensors that fit no input of the contract get no elements: `read_inputs` rejects them.
     """
     inputs, raw, typed = parsed.inputs, scanned.raw, scanned.typed
     if raw and len(raw) != len(inputs):
-        raise MalformedInput(f"{len(inputs)} inputs have {len(raw)} raw contents, need one each")
+        raise MalformedInput(f"{len(raw)} raw contents for {len(inputs)} inputs, expected one each")
     if typed:
         require_typed(inputs, limits)
     has_strings = parsed.strings >= 0

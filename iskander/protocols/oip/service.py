@@ -28,7 +28,7 @@ from iskander.transport.http2.call import Call, Message
 SERVICE: Final = "inference.GRPCInferenceService"
 
 Answer = Callable[[Any, Grant], Any]
-Change = Callable[[Any, Grant], Awaitable[Any]]
+AsyncAnswer = Callable[[Any, Grant], Awaitable[Any]]
 
 
 class OipService:
@@ -60,17 +60,17 @@ class OipService:
         }
 
     def answer(self, name: str, request: Any, grant: Grant) -> Any:  # noqa: ANN401
-        """Answer a call whose messages have another encoding."""
+        """Answer a call with parsed messages, as HTTP needs."""
         return self._answers[name](request, grant)
 
     def unary(self) -> dict[str, Callable[[bytes, Grant], Awaitable[bytes]]]:
         """Return the unary calls, except ModelInfer, by method name."""
         answers = {name: _async(answer) for name, answer in self._answers.items()}
         answers |= {"RepositoryModelLoad": self.load, "RepositoryModelUnload": self.unload}
-        return {name: _coded(name, answer) for name, answer in answers.items()}
+        return {name: _with_encoding(name, answer) for name, answer in answers.items()}
 
     def check_grants(self) -> None:
-        """Check the grants of all streams after the tokens have changed."""
+        """Drain the streams whose token is no longer valid."""
         for stream in list(self._streams):
             stream.check_grant()
 
@@ -162,15 +162,15 @@ def _model_name(request: Any) -> str:  # noqa: ANN401
     return name
 
 
-def _async(answer: Answer) -> Change:
+def _async(answer: Answer) -> AsyncAnswer:
     async def answer_async(request: Any, grant: Grant) -> Any:  # noqa: ANN401
         return answer(request, grant)
 
     return answer_async
 
 
-def _coded(name: str, answer: Change) -> Callable[[bytes, Grant], Awaitable[bytes]]:
-    """Wrap a call to accept and return serialized messages."""
+def _with_encoding(name: str, answer: AsyncAnswer) -> Callable[[bytes, Grant], Awaitable[bytes]]:
+    """Adapt a call to accept and return serialized messages."""
     kind = getattr(oip_pb2, f"{name}Request")
 
     async def serve(raw: bytes, grant: Grant) -> bytes:
@@ -185,7 +185,7 @@ def _coded(name: str, answer: Change) -> Callable[[bytes, Grant], Awaitable[byte
 
 
 def _unregister(memory: str) -> Answer:
-    """Accept the unregistration of all regions, the first call of many tools; there are none."""
+    """Accept to unregister all regions, as many tools do first; reject a named region."""
     kind = getattr(oip_pb2, f"{memory}SharedMemoryUnregisterResponse")
 
     def answer(request: Any, _: Grant) -> Any:  # noqa: ANN401

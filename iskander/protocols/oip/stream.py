@@ -39,7 +39,7 @@ class InferStream:
         self._window = Window(limits)
         # Private memory of each request in flight: its message and its response.
         self._answers: dict[asyncio.Task[list[Message]], int] = {}
-        self._moved = asyncio.Event()
+        self._changed = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._last_error: IskanderError = Draining(
             "the server is stopping; send further requests to another server", retry_after_ms=0
@@ -48,7 +48,7 @@ class InferStream:
     async def run(self) -> None:
         """Serve the stream until its end; raise its error after all earlier responses."""
         self._reader = asyncio.create_task(self._read_all())
-        self._reader.add_done_callback(lambda _: self._moved.set())
+        self._reader.add_done_callback(lambda _: self._changed.set())
         try:
             await self._write_all()
         finally:
@@ -67,7 +67,7 @@ class InferStream:
             self._reader.cancel()
 
     def check_grant(self) -> None:
-        """Drain the stream if the caller's token is not valid any more; the error ends it."""
+        """If the token is no longer valid, drain the stream and end it with that error."""
         try:
             self._call.grant.require_valid()
         except IskanderError as error:
@@ -76,11 +76,11 @@ class InferStream:
 
     async def _read_all(self) -> None:
         """Read requests while the window has capacity."""
-        # The message has no name here: that would keep the last one during the next read.
+        # Without a local variable, which would keep the last message during the next read.
         while self._enter(await self._call.read()):
             while self._window.is_full:
-                self._moved.clear()
-                await self._moved.wait()
+                self._changed.clear()
+                await self._changed.wait()
 
     def _enter(self, raw: Message | None) -> bool:
         """Start to answer a message; return False at the end of the stream."""
@@ -97,7 +97,7 @@ class InferStream:
             response_bytes = sum(map(len, answer.result()))
             self._answers[answer] += response_bytes
             self._window.hold(response_bytes)
-        self._moved.set()
+        self._changed.set()
 
     @property
     def _first(self) -> asyncio.Task[list[Message]]:
@@ -106,18 +106,18 @@ class InferStream:
     async def _write_all(self) -> None:
         """Write each response in order, until the end of the stream."""
         assert self._reader is not None
-        while True:  # No name for a task: it and its error would keep this frame.
+        while True:  # No local variable for a task: its error would keep this frame.
             if self._answers and self._first.done():
                 await self._call.write(*self._first.result())
                 self._window.leave(self._answers.pop(self._first))
-                self._moved.set()
+                self._changed.set()
             elif not self._answers and self._reader.done():
                 if self._reader.cancelled():
                     raise self._last_error
                 return self._reader.result()
             else:
-                self._moved.clear()
-                await self._moved.wait()
+                self._changed.clear()
+                await self._changed.wait()
 
     async def _answer(self, raw: Message) -> list[Message]:
         """Return the response to one request, or its error response."""

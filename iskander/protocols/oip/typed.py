@@ -273,8 +273,8 @@ def _is_cut(packed: memoryview, kind: int) -> bool:
 def _varints(data: NDArray[np.uint8]) -> Iterator[NDArray[np.uint64]]:
     """Decode varints, `PIECE_BYTES` at a time; raise OverflowError if one is too long.
 
-    5 to 45 ns of CPU each, by their length; as Python numbers 30 to 65, most for short ones, which
-    a message can hold the most of.
+    CPU time: 5 to 45 ns each, by length. A Python loop takes 30 to 65 ns, the most for short ones,
+    and a message holds more short ones.
     """
     begin = 0
     while begin < len(data):

@@ -26,9 +26,17 @@ Reject: TypeAlias = Callable[[Call, Exception], None]
 
 
 class UnaryInfer:
-    """The caller of one request, whose call is received completely."""
+    """One completely received ModelInfer call, and the caller of its request."""
 
-    __slots__ = ("_call", "_inference", "_open", "_reject", "_request", "_resolved", "_submitter")
+    __slots__ = (
+        "_call",
+        "_inference",
+        "_open_call",
+        "_reject",
+        "_request",
+        "_resolved",
+        "_submitter",
+    )
 
     def __init__(
         self, inference: Inference, submitter: RequestSubmitter, call: Call, reject: Reject
@@ -37,7 +45,7 @@ class UnaryInfer:
         self._submitter = submitter
         self._call = call
         self._reject = reject
-        self._open = submitter.open_call(caller=call.caller)
+        self._open_call = submitter.open_call(caller=call.caller)
         self._request: Request | None = None
         self._resolved: ResolvedRequest | None = None
 
@@ -90,11 +98,11 @@ class UnaryInfer:
         parts = self._inference.response(self._resolved, rows, results)
         self._call.on_closed = None
         if self._call.try_answer(parts):
-            self._open.close()
+            self._open_call.close()
         else:
             self._call.task = writing = asyncio.get_running_loop().create_task(self._write(parts))
             # Not in the task: it never runs if cancelled before its first step.
-            writing.add_done_callback(lambda _: self._open.close())
+            writing.add_done_callback(lambda _: self._open_call.close())
 
     async def _write(self, parts: list[Message]) -> None:
         await self._call.write(*parts)
@@ -102,7 +110,7 @@ class UnaryInfer:
 
     def _on_gone(self) -> None:
         """Withdraw the request: the client is gone, or the call's deadline has passed."""
-        self._open.close()
+        self._open_call.close()
         request, self._request = self._request, None
         if request is not None:
             self._submitter.withdraw(request)
@@ -110,4 +118,4 @@ class UnaryInfer:
     def _close(self) -> None:
         self._call.on_closed = None
         self._request = None
-        self._open.close()
+        self._open_call.close()

@@ -108,7 +108,7 @@ async def served(
         )
         for index, piece in enumerate(pieces)
     ]
-    peer.say(*sent, cut=random.randint(1, READ_BYTES_MAX) if cuts else READ_BYTES_MAX)
+    peer.feed(*sent, cut=random.randint(1, READ_BYTES_MAX) if cuts else READ_BYTES_MAX)
     (call,) = recorder.calls
     while not call.is_over:
         await asyncio.sleep(0)

@@ -194,11 +194,11 @@ def is_complete(piece: bytes) -> bool:
 async def served(pieces: list[bytes], *, is_deferred: bool = False) -> Outcome:
     """Feed a connection, and check that everything is freed at its end."""
     recorder = Recorder(is_deferred=is_deferred)
-    peer = Peer(message_bytes=MESSAGE_BYTES_MAX, calls_max=CALLS_MAX, greets=False)
+    peer = Peer(message_bytes=MESSAGE_BYTES_MAX, calls_max=CALLS_MAX, sends_preface=False)
     peer.host.serve_inline = recorder.serve
     for piece in pieces:
         if piece:
-            peer.say(piece)
+            peer.feed(piece)
     recorder.finish()
     while any(call._decompression is not None for call in peer.calls.values()):
         await asyncio.sleep(0)
@@ -215,7 +215,7 @@ def outcome_of(peer: Peer, recorder: Recorder) -> Outcome:
     if bytes(peer.transport.written).startswith(b"HTTP/1.1"):
         # HTTP/1.1 is recognized only in the first read; in fragments it is an invalid preface.
         return Outcome((client.PROTOCOL_ERROR, b"invalid connection preface"), {}, {}, {}, {})
-    sent = peer.heard()
+    sent = peer.frames_of()
     goaways = [each for each in sent if each.kind == client.GOAWAY]
     is_over = peer.transport.is_closed or peer.transport.has_eof
     goaway = (goaways[-1].code, goaways[-1].payload[8:]) if goaways and is_over else None
@@ -256,7 +256,7 @@ def check_sent(peer: Peer, pieces: list[bytes]) -> None:
             granted[stream_id] = before + (each.number & client.WINDOW_MAX)
     used: dict[int, int] = {}
     ended: set[int] = set()
-    for each in peer.heard():
+    for each in peer.frames_of():
         assert len(each.payload) <= size
         assert each.stream_id not in ended or each.kind in (client.RST_STREAM, client.WINDOW_UPDATE)
         if each.kind == client.DATA:

@@ -127,19 +127,19 @@ def step(peer: Peer, sender: Sender, call: Call | None, kind: int, amount: int) 
     elif sender.is_over or call is None:
         return
     elif kind == RESET:
-        peer.say(client.rst_stream(stream_id))
+        peer.feed(client.rst_stream(stream_id))
         sender.is_over = True
     elif kind == BEGIN and not sender.left:
         sender.left = 8192 * amount
         sender.sent.append(sender.left)
-        peer.say(client.data(stream_id, sender.left.to_bytes(5)))
+        peer.feed(client.data(stream_id, sender.left.to_bytes(5)))
     elif kind == CONTINUE and sender.left:
         size = min(1024 * amount, sender.left, WINDOW_BYTES - call._received)
         if size > 0:
             sender.left -= size
-            peer.say(client.data(stream_id, bytes((len(sender.sent) & 0xFF,)) * size))
+            peer.feed(client.data(stream_id, bytes((len(sender.sent) & 0xFF,)) * size))
     elif kind == END:
-        peer.say(client.data(stream_id, b"", END_STREAM))
+        peer.feed(client.data(stream_id, b"", END_STREAM))
         sender.is_over = True
 
 

@@ -479,7 +479,7 @@ def test_routing_is_unchanged_until_its_targets_are_served(tmp_path: Path) -> No
             assert await settled(load_task) == [None]
 
         await load()
-        folder.say("m", 'default = "stable"\naliases = {stable = 4}')
+        folder.write_settings("m", 'default = "stable"\naliases = {stable = 4}')
         await load()
         assert fleet.models.find("m", None).model.version == "3"
         assert "4" in fleet.models.failures["m", SETTINGS].reason

@@ -17,8 +17,8 @@ from iskander.scheduling.policies import CLIENTS_MAX, POLICIES, Policy, make_pol
 from iskander.scheduling.queue import WaitingQueue
 from iskander.scheduling.request import PRIORITY_MAX, Request
 
-PATIENCE_MS = 20
-PATIENCE = PATIENCE_MS * MS
+TIMEOUT_MS = 20
+TIMEOUT = TIMEOUT_MS * MS
 LANE = lane_of(ttl_ms=0)
 
 # Bound on overtaking: how much later a request may arrive and still run first, in units of
@@ -43,7 +43,7 @@ TERMS = st.fixed_dictionaries(
 
 
 def policy_of(name: str) -> Policy:
-    return make_policy(LaneConfig(policy=name, patience_ms=PATIENCE_MS))
+    return make_policy(LaneConfig(policy=name, patience_ms=TIMEOUT_MS))
 
 
 def rank_of(name: str, arrived_ns: int = 0, period_ns: int = 0, **terms: Any) -> int:
@@ -57,7 +57,7 @@ def test_rank_is_the_arrival_time(name: str, terms: dict[str, Any], arrived_ns: 
     assert rank_of(name, arrived_ns, **terms) == arrived_ns
 
 
-@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 100 * PATIENCE_MS)), min_size=2))
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 100 * TIMEOUT_MS)), min_size=2))
 def test_earliest_deadline_first_is_exact(
     requests: list[tuple[int, int]],
 ) -> None:
@@ -74,9 +74,9 @@ def test_earliest_deadline_first_is_exact(
 
 @pytest.mark.parametrize("name", ["model_deadline", "tiered_deadline"])
 def test_far_deadline_counts_as_ten_times_patience(name: str) -> None:
-    ranks = {rank_of(name, 7, budget_ms=10 * PATIENCE_MS + extra) for extra in (0, 1, 10_000)}
+    ranks = {rank_of(name, 7, budget_ms=10 * TIMEOUT_MS + extra) for extra in (0, 1, 10_000)}
 
-    assert len(ranks) == 1 and max(ranks) <= 7 + 20 * PATIENCE
+    assert len(ranks) == 1 and max(ranks) <= 7 + 20 * TIMEOUT
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_far_deadline_counts_as_ten_times_patience(name: str) -> None:
     ],
 )
 def test_rank_without_a_deadline_uses_patience(terms: dict[str, Any], factor: float) -> None:
-    assert rank_of("deadline_aware", 3, **terms) == 3 + int(factor * PATIENCE)
+    assert rank_of("deadline_aware", 3, **terms) == 3 + int(factor * TIMEOUT)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_model_deadline_shrinks_with_the_weights(
     terms: dict[str, Any], period: float, score: float, budget_ms: int | None
 ) -> None:
     """Weights: cadence 45, urgency 25, steps 15, priority 10; at most 9/10 of the budget."""
-    budget_ns = PATIENCE if budget_ms is None else budget_ms * MS
+    budget_ns = TIMEOUT if budget_ms is None else budget_ms * MS
 
     rank = rank_of("model_deadline", 3, int(period * budget_ns), budget_ms=budget_ms, **terms)
 
@@ -126,10 +126,10 @@ def test_model_deadline_shrinks_with_the_weights(
 
 @given(terms=TERMS)
 def test_tiers_differ_by_ten_times_patience(terms: dict[str, Any]) -> None:
-    tier = terms["priority"] * 10 * PATIENCE
+    tier = terms["priority"] * 10 * TIMEOUT
 
     assert rank_of("priority_tiered", 5, **terms) == 5 + tier
-    due_ns = min(rank_of("deadline_aware", 5, **terms), 5 + 10 * PATIENCE)
+    due_ns = min(rank_of("deadline_aware", 5, **terms), 5 + 10 * TIMEOUT)
     assert rank_of("tiered_deadline", 5, **terms) == due_ns + tier
 
 
@@ -139,7 +139,7 @@ def test_request_is_not_overtaken_by_arrivals_after_the_bound(
     name: str, old: dict[str, Any], new: dict[str, Any], extra: int
 ) -> None:
     """An endless stream of the most urgent requests overtakes a request only until the bound."""
-    bound_ns = BOUNDS[name] * PATIENCE
+    bound_ns = BOUNDS[name] * TIMEOUT
     if name == "deadline_aware" and old["budget_ms"] is not None:
         bound_ns = int(old["budget_ms"] * MS)
 
@@ -151,7 +151,7 @@ def test_bound_on_overtaking_is_reached(name: str) -> None:
     """The most urgent request overtakes the least urgent one until 1% before the bound."""
     least = {"priority": 9, "budget_ms": None if name == "deadline_aware" else 3_600_000}
     most = {"priority": 0, "urgency": 1.0, "steps_remaining": 0, "budget_ms": 0}
-    before = int(0.99 * BOUNDS[name] * PATIENCE)
+    before = int(0.99 * BOUNDS[name] * TIMEOUT)
 
     assert rank_of(name, before, **most) < rank_of(name, 0, **least)
 
@@ -169,10 +169,10 @@ def test_endless_stream_of_urgent_requests_does_not_starve_a_request() -> None:
                 urgent = request_of(LANE, arrived_ns=now_ns, priority=0, urgency=1.0, budget_ms=0)
                 enqueue(queue, policy, urgent, number)
             serve(queue, policy)
-            now_ns += PATIENCE // 10
+            now_ns += TIMEOUT // 10
             assert number < 20_000
         # It waits for the requests that arrived before the bound, at the rate of service.
-        assert now_ns <= 2 * bound * PATIENCE + PATIENCE, name
+        assert now_ns <= 2 * bound * TIMEOUT + TIMEOUT, name
 
 
 def enqueue(queue: WaitingQueue, policy: Policy, request: Request, number: int) -> None:

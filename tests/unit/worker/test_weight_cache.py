@@ -14,7 +14,7 @@ from iskander.errors import ConfigError, ManifestError
 
 
 def add_entry(store: WeightStore, key: str, length: int = 1000, **notes: str) -> None:
-    with store.locked(key, clock.now_ns(), alone=True):
+    with store.locked(key, clock.now_ns(), is_exclusive=True):
         folder = store.prepare(key)
         for name in (MODEL, WEIGHTS):
             (folder / name).write_bytes(key.encode() * (length // len(key)))
@@ -107,7 +107,7 @@ def test_least_recently_used_unlocked_entry_is_evicted(tmp_path: Path) -> None:
 
 
 def test_incomplete_entry_is_removed(store: WeightStore, tmp_path: Path) -> None:
-    with store.locked("dead", clock.now_ns(), alone=True):
+    with store.locked("dead", clock.now_ns(), is_exclusive=True):
         (store.prepare("dead") / MODEL).write_bytes(b"half")
     add_entry(store, "k")
 
@@ -121,7 +121,7 @@ def test_one_worker_creates_an_entry_and_others_wait_until_their_deadline(
     created: list[str] = []
 
     def find_or_create(name: str) -> None:
-        with store.locked("k", clock.now_ns() + 20 * clock.NS_PER_S, alone=True):
+        with store.locked("k", clock.now_ns() + 20 * clock.NS_PER_S, is_exclusive=True):
             if store.find("k") is None:
                 created.append(name)
                 store.prepare("k")
@@ -137,7 +137,7 @@ def test_one_worker_creates_an_entry_and_others_wait_until_their_deadline(
         store.locked("k", clock.now_ns()),
         store.locked("k", clock.now_ns()),
         pytest.raises(ManifestError, match="another worker"),
-        store.locked("k", clock.now_ns(), alone=True),
+        store.locked("k", clock.now_ns(), is_exclusive=True),
     ):
         pass
 

@@ -37,12 +37,12 @@ def load(spec: ModelSpec, cores: int) -> Pipeline:
 
 
 class Pipeline:
-    """Loaded steps: one model for each joint of the flow."""
+    """Loaded steps: one model for each step of `connected`."""
 
-    def __init__(self, models: Sequence[Model], flow: ConnectedSteps) -> None:
+    def __init__(self, models: Sequence[Model], connected: ConnectedSteps) -> None:
         self._models = models
-        self._joints = flow.steps
-        self.graph = flow.graph
+        self._steps = connected.steps
+        self.graph = connected.graph
         self.threads = max(model.threads for model in models)
         self.providers = tuple(dict.fromkeys(each for model in models for each in model.providers))
 
@@ -50,24 +50,24 @@ class Pipeline:
         """Compute a batch step by step, and store the times; an abort raises `Cancelled`."""
         tensors = dict(arrays)
         times: list[tuple[str, int]] = []
-        needs = _needed(self._joints, outputs)
-        for model, joint, needed in zip(self._models, self._joints, needs, strict=True):
+        needs = _needed(self._steps, outputs)
+        for model, step, needed in zip(self._models, self._steps, needs, strict=True):
             if run.is_aborted:
                 raise Cancelled("batch cancelled: its callers are gone")
             begun_ns = now_ns()
-            feeds = {own: tensors[name] for own, name in joint.inputs.items()}
-            names = [own for own, name in joint.outputs.items() if name in needed]
+            feeds = {own: tensors[name] for own, name in step.inputs.items()}
+            names = [own for own, name in step.outputs.items() if name in needed]
             if not names:
                 continue
             try:
                 results = model.compute(feeds, names, run)
             except ExecutionFailed as error:
-                raise ExecutionFailed(f"step `{joint.name}`: {error.message}") from None
+                raise ExecutionFailed(f"step `{step.name}`: {error.message}") from None
             for own in names:
                 if own not in results:
-                    raise ExecutionFailed(f"step `{joint.name}` did not return `{own}`")
-                tensors[joint.outputs[own]] = results[own]
-            times.append((joint.name, now_ns() - begun_ns))
+                    raise ExecutionFailed(f"step `{step.name}` did not return `{own}`")
+                tensors[step.outputs[own]] = results[own]
+            times.append((step.name, now_ns() - begun_ns))
         run.steps = tuple(times)
         return {name: tensors[name] for name in outputs}
 
@@ -93,10 +93,10 @@ def _load_step(step: PipelineStep, spec: ModelSpec, cores: int) -> Model:
         raise ManifestError(f"step `{step.name}`: {error.message}") from None
 
 
-def _needed(joints: Sequence[StepNames], outputs: Iterable[str]) -> list[set[str]]:
+def _needed(steps: Sequence[StepNames], outputs: Iterable[str]) -> list[set[str]]:
     """For each step, the tensors that later steps or the caller need."""
     needed, found = set(outputs), []
-    for joint in reversed(joints):
+    for step in reversed(steps):
         found.append(set(needed))
-        needed |= set(joint.inputs.values())
+        needed |= set(step.inputs.values())
     return found[::-1]

@@ -62,10 +62,10 @@ class Context:
 
         path = path_inside(self.folder, name)
         untrusted = io.get_untrusted_types(file=path)
-        refused = [each for each in untrusted if each not in self._spec.trusted_types]
-        if refused:
+        rejected = [each for each in untrusted if each not in self._spec.trusted_types]
+        if rejected:
             raise ManifestError(
-                f"`{name}` has untrusted types: {', '.join(sorted(refused))} (add trusted ones to "
+                f"`{name}` has untrusted types: {', '.join(sorted(rejected))} (add trusted ones to "
                 "trusted_types of the model)"
             )
         return io.load(path, trusted=untrusted)

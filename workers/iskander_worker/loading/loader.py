@@ -44,7 +44,7 @@ class LoadQueue:
         self._start_next()
 
     def get(self) -> tuple[Attachment, list[ToGateway]] | None:
-        """The finished load, if there is one: its gateway, and the answers."""
+        """Complete a finished load and start the next; return its gateway and answers, or None."""
         load = self._running
         if load is None:
             return None
@@ -62,7 +62,7 @@ class LoadQueue:
         return load.attachment, load.answer()
 
     def keep(self, used: set[Session]) -> None:
-        """Close every other session."""
+        """Close the sessions that are not in `used`."""
         for fingerprint, session in list(self.sessions.items()):
             if session not in used:
                 del self.sessions[fingerprint]

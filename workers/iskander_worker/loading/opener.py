@@ -41,7 +41,7 @@ CRASH_RETRY_NS = 600 * clock.NS_PER_S
 """Time for which a model that crashed or hung its sandbox is not loaded again."""
 SANDBOX_S_MIN = 1.0
 TRIES = 3
-"""An entry can be evicted between its creation and its opening."""
+"""Attempts: an entry can be evicted between its creation and its opening."""
 
 _UNPINNED = ("manifest.toml", "manifest.toml.sig")
 """In the model's own folder only, not in subfolders."""
@@ -77,7 +77,7 @@ def open_model(
 ) -> ModelT:
     """Open a model, or raise a `ManifestError`.
 
-    `make` opens a source. `runtime` is its version; copies of other versions are not used.
+    `make` opens a source. `runtime` is the runtime's version; it does not use the copies of others.
     """
     loading = spec.loading
     file = model_file(Path(spec.path))
@@ -148,6 +148,8 @@ def _is_shared(spec: ModelSpec, files: ModelFiles) -> bool:
 
 
 class _CachedLoad(NamedTuple):
+    """Load of a model by its entry in the cache, which one worker creates."""
+
     store: WeightStore
     key: str
     spec: ModelSpec
@@ -164,13 +166,13 @@ class _CachedLoad(NamedTuple):
                 entry = self._find()
                 if entry is not None:
                     return _from_entry(entry, open_source, self.source)
-            with self.store.locked(self.key, deadline_ns, alone=True):
+            with self.store.locked(self.key, deadline_ns, is_exclusive=True):
                 if self._find() is None:
                     self._add(deadline_ns)
         raise ConfigError("the new entry was evicted before its use: raise loading.cache_bytes")
 
     def _find(self) -> Entry | None:
-        """The entry, unless it is an old refusal, or one from before a restart of the machine."""
+        """The entry; None also for a crash of long ago or from before a restart of the machine."""
         entry = self.store.find(self.key)
         if entry is None or not entry.record.refusal:
             return entry

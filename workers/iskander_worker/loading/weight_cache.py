@@ -134,12 +134,12 @@ class WeightStore:
         shutil.rmtree(self._folder / f".new-{key}", ignore_errors=True)
 
     @contextlib.contextmanager
-    def locked(self, key: str, deadline_ns: int, *, alone: bool = False) -> Iterator[None]:
-        """Hold the lock of an entry, shared or exclusively (`alone`)."""
+    def locked(self, key: str, deadline_ns: int, *, is_exclusive: bool = False) -> Iterator[None]:
+        """Hold the lock of an entry, shared or exclusively."""
         path = self._folder / f"{key}.lock"
         while True:
             try:
-                fd = _lock(path, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+                fd = _lock(path, fcntl.LOCK_EX if is_exclusive else fcntl.LOCK_SH)
             except OSError as error:
                 raise _unwritable(error) from None
             if fd is not None:

@@ -1,7 +1,7 @@
 """Sandboxed load, worker side: starts the sandbox server and sends it jobs.
 
     worker          SandboxServer   starts the server for the first job, sends it, waits
-    that process    sandbox.server  imports the runtime once, and forks a process for each model
+    its child       sandbox.server  imports the runtime once, and forks a process for each model
     its forks       _load           limit their memory and files, open and warm the model, report
 
 A model file is a program: it may loop for ever while constants are folded, allocate all memory, or
@@ -28,7 +28,7 @@ from iskander.decoders import thread_safe
 from iskander_worker.foreign_interpreter import own_command
 
 IDLE_S = 10.0
-"""Idle time after which the server is stopped: it has some 50 MB."""
+"""Idle time after which the server is stopped: it uses some 50 MB."""
 ANSWER_S = 5.0
 """Time for the server to kill a late fork and to answer."""
 STARTING_BYTES = 1 << 28
@@ -83,7 +83,7 @@ class Answer(msgspec.Struct, frozen=True):
     verdict: Verdict
 
 
-def late(seconds: float) -> Verdict:
+def timeout_verdict(seconds: float) -> Verdict:
     """The verdict of a timeout."""
     return Verdict(
         refusal=f"not loaded and warmed in a sandbox within {seconds:.3g} s (loading.sandbox_s)",
@@ -115,7 +115,7 @@ class SandboxServer:
                 self._kill()
                 raise
         if clock.now_ns() >= deadline_ns:
-            return late(job.seconds)
+            return timeout_verdict(job.seconds)
         return Verdict(refusal="the sandbox server exited during the load, twice")
 
     def end(self) -> None:
@@ -124,7 +124,7 @@ class SandboxServer:
             self._kill()
 
     def _try(self, job: Job, deadline_ns: int) -> Verdict | None:
-        """The server's verdict; None without a valid answer."""
+        """Send a job, and start the server if needed; None without a valid answer in time."""
         self._number += 1
         server = self._server = self._server or subprocess.Popen(
             own_command("iskander_worker.sandbox.server"),

@@ -30,7 +30,14 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import IskanderError, ManifestError, shorten
 from iskander_worker.affinity import set_library_environment
 from iskander_worker.loading.weight_cache import MODEL, WEIGHTS
-from iskander_worker.sandbox.client import Answer, Job, JobRequest, Verdict, late, read_line
+from iskander_worker.sandbox.client import (
+    Answer,
+    Job,
+    JobRequest,
+    Verdict,
+    read_line,
+    timeout_verdict,
+)
 
 NICE = 5
 GRACE_S = 10.0
@@ -71,14 +78,14 @@ def main() -> None:
 
 def _verdict(request: JobRequest, answers: int) -> Verdict | None:
     """Fork, wait for the fork, and read its verdict; None once standard input has ended."""
-    source, target = os.pipe()
+    read_fd, write_fd = os.pipe()
     server = os.getpid()
     fork = os.fork()
     if not fork:
         os.close(answers)  # A fork can write its own verdict only.
-        os.close(source)
-        _run_fork(request, server, target)
-    os.close(target)
+        os.close(read_fd)
+        _run_fork(request, server, write_fd)
+    os.close(write_fd)
     fork_fd = os.pidfd_open(fork)
     try:
         # Standard input becomes readable during a job only at its end.
@@ -90,18 +97,18 @@ def _verdict(request: JobRequest, answers: int) -> Verdict | None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(fork, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-        os.set_blocking(source, False)
+        os.set_blocking(read_fd, False)
         # A library of the model can exit with 0 before the verdict is written.
         with contextlib.suppress(BlockingIOError, msgspec.DecodeError, UnicodeDecodeError):
             if fork_fd in ready and code == 0:
-                return msgspec.json.decode(os.read(source, _VERDICT_BYTES), type=Verdict)
+                return msgspec.json.decode(os.read(read_fd, _VERDICT_BYTES), type=Verdict)
     finally:
         os.close(fork_fd)
-        os.close(source)
+        os.close(read_fd)
     if 0 in ready:
         return None
     if not ready:
-        return late(request.job.seconds)
+        return timeout_verdict(request.job.seconds)
     return Verdict(refusal=f"it crashed the sandbox process {_cause(code)}")
 
 
@@ -116,13 +123,14 @@ def _cause(code: int) -> str:
     return f"by {name}{hint}"
 
 
-def _run_fork(request: JobRequest, server: int, target: int) -> NoReturn:
+def _run_fork(request: JobRequest, server_pid: int, write_fd: int) -> NoReturn:
+    """Run the job in the fork, write its verdict, and exit."""
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == server:  # Else the server exited before the call above.
+        if os.getppid() == server_pid:  # Else the server exited before the call above.
             os.setsid()
             _limit(request.job, request.deadline_ns)
-            os.write(target, msgspec.json.encode(_load_job(request.job)))
+            os.write(write_fd, msgspec.json.encode(_load_job(request.job)))
             # No orderly exit: threads of the runtime could block it, and nothing is to be saved.
             os._exit(0)
     except BaseException:
@@ -133,6 +141,7 @@ def _run_fork(request: JobRequest, server: int, target: int) -> NoReturn:
 
 
 def _limit(job: Job, deadline_ns: int) -> None:
+    """Limit memory, file sizes and time of the fork; ignore stop signals."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.umask(0o077)
     for number in (*_STOP_SIGNALS, signal.SIGXFSZ):

@@ -44,7 +44,7 @@ from iskander.repository.models import Models
 log = logging.getLogger("iskander.http")
 
 CALL_BYTES_MAX = 1 << 16
-"""Of a body of any other call than inference."""
+"""Limit of the body of any call other than inference."""
 _RETRYABLE = (429, 503)
 _PROBES = ("/v2/health/live", "/v2/health/ready")
 

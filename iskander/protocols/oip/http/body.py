@@ -42,7 +42,7 @@ from iskander.transport.receive_budget import (
 )
 
 PIECE_BYTES = 1 << 18
-"""Of an answer, written or compressed at once."""
+"""Bytes of a response that are written or compressed at once."""
 RESERVED_BYTES_MIN: Final = 4 << 20
 """Larger bodies of known length reserve their memory first."""
 AT_ONCE_BYTES: Final = 32_768
@@ -87,7 +87,7 @@ class ReceivedBody:
         self._granted: asyncio.Future[None] | None = None
         self._waiting: asyncio.Timeout | None = None
         self._error: IskanderError | None = None
-        self._began_ns = self._moved_ns = 0
+        self._began_ns = self._progress_ns = 0
 
     def __enter__(self) -> ReceivedBody:
         return self
@@ -124,7 +124,7 @@ class ReceivedBody:
 
     async def read(self, receive: Receive, length: int | None, bytes_max: int) -> memoryview:
         """Read a complete body; `length` is its Content-Length."""
-        self._began_ns = self._moved_ns = now_ns()
+        self._began_ns = self._progress_ns = now_ns()
         self._is_reading = True
         self._budget.holders.add(self)
         try:
@@ -167,7 +167,7 @@ class ReceivedBody:
         self._quota.held_bytes += len(expanded)
         return expanded
 
-    # For the receive budget.
+    # Called by the receive budget.
 
     def evictable(self, now_ns: int) -> float:
         """Return the memory that a rejection frees, in bytes times nanoseconds."""
@@ -183,9 +183,9 @@ class ReceivedBody:
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
         """Reject the body if it is this far behind the minimum rate."""
         is_stalled = self._is_reading and self._granted is None and self._error is None
-        if is_stalled and now_ns - self._moved_ns > stall_ns:
+        if is_stalled and now_ns - self._progress_ns > stall_ns:
             self._quota.count_ended("message_timeout")
-            self._stop(_too_slow((now_ns - self._moved_ns) / NS_PER_S))
+            self._stop(_too_slow((now_ns - self._progress_ns) / NS_PER_S))
 
     def on_reserved(self) -> None:
         """Note that the memory of the body is reserved."""
@@ -216,11 +216,11 @@ class ReceivedBody:
                     raise self._no_memory() from None
                 finally:
                     self._granted = None
-            self._moved_ns = now_ns()
+            self._progress_ns = now_ns()
         self._body = message_memory(length)
 
     async def _next(self, receive: Receive) -> Message:
-        left_s = self._quota.message_s - (now_ns() - self._moved_ns) / NS_PER_S
+        left_s = self._quota.message_s - (now_ns() - self._progress_ns) / NS_PER_S
         try:
             async with asyncio.timeout(left_s) as self._waiting:
                 message = await receive()
@@ -232,7 +232,7 @@ class ReceivedBody:
             self._waiting = None
         self._require_accepted()
         count = len(message.get("body", b""))
-        self._moved_ns = progress_ns(self._moved_ns, now_ns(), count)
+        self._progress_ns = progress_ns(self._progress_ns, now_ns(), count)
         return message
 
     def _append(self, piece: bytes) -> None:
@@ -288,7 +288,7 @@ async def read_body(
 
     Raises:
         LimitExceeded: The body is too large; no more than the limit is read.
-        DeadlineExceeded: The body came too slowly.
+        DeadlineExceeded: The body arrived too slowly.
         MalformedInput: The compressed data is invalid.
         Unsupported: The coding is not supported.
         Cancelled: The client disconnected.
@@ -339,7 +339,7 @@ async def _run(size: int, function: Callable[..., _T], *args: Any) -> _T:  # noq
 def _expand(
     packed: memoryview, coding: str, bytes_max: int, target: NDArray[np.uint8]
 ) -> memoryview | IskanderError:
-    """Decompress a body into `target`; return an error, whose traceback would keep the memory.
+    """Decompress a body into `target`; errors are returned, as a traceback would keep the memory.
 
     Runs on: a thread.
     """

@@ -172,16 +172,16 @@ async def _unless_gone(
     receive: Receive, answer: Coroutine[Any, Any, bytes | memoryview]
 ) -> bytes | memoryview:
     """Await an answer; cancel the request if the client disconnects."""
-    asking = asyncio.ensure_future(answer)
-    leaving = asyncio.ensure_future(receive())
+    answering = asyncio.ensure_future(answer)
+    disconnecting = asyncio.ensure_future(receive())
     try:
-        await asyncio.wait((asking, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if asking.done():
-            return asking.result()
+        await asyncio.wait((answering, disconnecting), return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            return answering.result()
         raise Cancelled("the client disconnected")
     finally:
-        asking.cancel()
-        leaving.cancel()
+        answering.cancel()
+        disconnecting.cancel()
 
 
 async def _write(

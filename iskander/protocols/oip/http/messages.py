@@ -109,7 +109,7 @@ class ParsedRequest(NamedTuple):
 def read_request(
     body: memoryview, json_bytes: int | None, contract: Contract, limits: LimitsConfig
 ) -> ParsedRequest:
-    """Read a body with JSON, which ends at `json_bytes`; None if there is nothing else.
+    """Read a body that begins with `json_bytes` of JSON; None if all of it is JSON.
 
     Raises:
         MalformedInput: The JSON is invalid, or a binary tensor has another length.
@@ -132,7 +132,7 @@ def read_request(
             )
         offset += len(raw)
         described = entry.name, entry.datatype, entry.shape
-        if not has_names:  # `tensors.take` rejects them by name.
+        if not has_names:  # `read_inputs` rejects them by name.
             tensors.append(Tensor(*described, NOTHING))
         elif length is not None:
             tensors.append(read_tensor(*described, raw, most))

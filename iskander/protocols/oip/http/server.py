@@ -35,11 +35,11 @@ class OipHttpServer:
 
     @property
     def unsent(self) -> int:
-        """Connections with answers that the client has not read."""
+        """Number of connections with unread responses."""
         return self._listener.unsent
 
     async def start(self, *, is_shared: bool = False) -> str:
-        """Listen, also beside other processes if `is_shared`; return the address with its port."""
+        """Listen and return the address with its port; `is_shared`: other processes use it too."""
         try:
             sockets = await bind(self._address, is_shared=is_shared)
             for bound in sockets:

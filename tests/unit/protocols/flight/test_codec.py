@@ -1400,7 +1400,7 @@ def test_total_dictionary_bytes_of_a_stream_are_limited() -> None:
     stream = Stream(contract_of(), schema[0], bytes=8000)
 
     message = decode_error(stream, deltas, LimitExceeded).message
-    assert "dictionaries have" in message and "bytes, limit 8000" in message
+    assert "dictionaries of the stream too large" in message and "bytes, limit 8000" in message
 
 
 # Fuzzing.

@@ -214,7 +214,7 @@ async def test_repeated_request_is_checked_by_its_lengths(
     for length in (16, 32, 0):
         with pytest.raises(MalformedInput, match=f"24 bytes as INT64, got {length}"):
             await harness.infer_once(raw_input_contents=[bytes(length)])
-    with pytest.raises(MalformedInput, match="need one each"):
+    with pytest.raises(MalformedInput, match="expected one each"):
         await harness.infer_once(raw_input_contents=[FIRST.tobytes()] * 2)
     typed = {"name": "x", "datatype": "INT64", "shape": [3], "contents": {"int64_contents": FIRST}}
     await harness.infer_once(inputs=[typed], raw_input_contents=[])

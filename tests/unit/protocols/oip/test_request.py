@@ -95,7 +95,7 @@ def test_typed_contents_are_read_without_raw_contents() -> None:
 @pytest.mark.parametrize("raw", [1, 3])
 def test_wrong_number_of_raw_contents_is_rejected(raw: int) -> None:
     message = head_of(inputs=[X, FLAG])
-    with pytest.raises(MalformedInput, match=f"2 inputs have {raw} raw contents"):
+    with pytest.raises(MalformedInput, match=f"{raw} raw contents for 2 inputs"):
         read_tensors(message, [memoryview(b"")] * raw, 0)
 
 

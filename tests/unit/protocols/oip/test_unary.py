@@ -76,18 +76,18 @@ class Server:
         pieces = [message_bytes[at : at + 16_384] for at in range(0, len(message_bytes), 16_384)]
         self.peer.open(stream_id)
         frames = [data(stream_id, piece) for piece in pieces[:-1]]
-        self.peer.say(*frames, data(stream_id, pieces[-1], END_STREAM), cut=cut)
+        self.peer.feed(*frames, data(stream_id, pieces[-1], END_STREAM), cut=cut)
 
     def send_complete_call(
         self, stream_id: int = 1, rows: int = 4, then: bytes = b"", *, is_typed: bool = False
     ) -> None:
         """Send a complete call, followed by `then`, in one read."""
         frames: list[bytes] = []
-        say = self.peer.say
-        self.peer.say = lambda *parts, **_: frames.extend(parts)  # type: ignore[method-assign]
+        feed = self.peer.feed
+        self.peer.feed = lambda *parts, **_: frames.extend(parts)  # type: ignore[method-assign]
         self.send_call(stream_id, rows, is_typed=is_typed)
-        self.peer.say = say  # type: ignore[method-assign]
-        self.peer.say(*frames, then)
+        self.peer.feed = say  # type: ignore[method-assign]
+        self.peer.feed(*frames, then)
 
     def reject_immediately(self) -> None:
         """Fail every later request when it is queued."""
@@ -150,13 +150,13 @@ async def test_complete_call_is_answered_without_a_task() -> None:
 async def test_smaller_header_table_is_announced_in_the_first_response() -> None:
     """A strict decoder closes the connection if the first block has no size update."""
     async with open_server() as server:
-        server.peer.say(settings(table=0))
+        server.peer.feed(settings(table=0))
         for stream_id in (1, 3):
             server.send_complete_call(stream_id)
             server.harness.dispatcher.answer(server.submitted[-1], SCORES.tobytes())
             await turns()
             assert server.peer.answer(stream_id).status == GRPC_OK
-        first, _, *others = (each.payload for each in server.peer.heard(HEADERS))
+        first, _, *others = (each.payload for each in server.peer.frames_of(HEADERS))
         assert first.startswith(b"\x20")
         assert not any(other.startswith(b"\x20") for other in others)
 
@@ -208,12 +208,12 @@ async def test_reset_withdraws_the_request() -> None:
         )
         server.send_complete_call(5)
         (request,) = server.submitted
-        server.peer.say(rst_stream(5))
+        server.peer.feed(rst_stream(5))
         assert server.harness.dispatcher.withdrawn == [request]
         # Late responses are ignored.
         request.caller.deliver(request, SCORES.tobytes())
         request.caller.fail(request, ExecutionFailed("late"))
-        assert not server.peer.heard(RST_STREAM) and server.peer.sent_bytes() == 0
+        assert not server.peer.frames_of(RST_STREAM) and server.peer.sent_bytes() == 0
 
 
 @in_loop
@@ -265,11 +265,11 @@ async def test_reset_of_a_waiting_call_frees_it(
         server.send_complete_call(3, LARGE_ROWS)
         for _ in range(turns_before):
             await turns()
-        server.peer.say(rst_stream(3))
+        server.peer.feed(rst_stream(3))
         await turns()
         assert len(server.harness.submitter.calls) == 1 and not server.harness.submitter._entering
         (request,) = server.submitted
-        server.peer.say(rst_stream(1))
+        server.peer.feed(rst_stream(1))
         assert server.harness.dispatcher.withdrawn[-1] is request
 
 
@@ -279,7 +279,7 @@ async def test_response_waits_for_the_client_window(turns_before: int) -> None:
     """The call stays open until the response is written or the client resets it."""
     async with open_server() as server:
         rows = 40
-        server.peer.say(settings(window=100))
+        server.peer.feed(settings(window=100))
         server.send_complete_call(1, rows)
         server.send_complete_call(3, rows)
         for request in list(server.submitted):
@@ -287,10 +287,10 @@ async def test_response_waits_for_the_client_window(turns_before: int) -> None:
         for _ in range(turns_before):
             await turns()
         assert len(server.harness.submitter.calls) == 2
-        server.peer.say(rst_stream(3))
+        server.peer.feed(rst_stream(3))
         await turns()
         assert len(server.harness.submitter.calls) == 1
-        server.peer.say(window_update(0, 1 << 20), window_update(1, 1 << 20))
+        server.peer.feed(window_update(0, 1 << 20), window_update(1, 1 << 20))
         await turns()
         assert server.peer.answer(1).status == GRPC_OK
         assert server.response(1).raw_output_contents == [bytes(4 * rows)]
@@ -320,7 +320,7 @@ async def test_finished_call_is_freed() -> None:
             server.harness.input_arena.give_back(server.submitted[1])
             server.submitted[1].caller.fail(server.submitted[1], ExecutionFailed("no"))
             server.send_complete_call(5)
-            server.peer.say(rst_stream(5))
+            server.peer.feed(rst_stream(5))
             server.reject_immediately()
             server.send_complete_call(7)
             server.submitted.clear()

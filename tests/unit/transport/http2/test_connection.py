@@ -127,10 +127,10 @@ INVALID_PREFACE = frames.goaway(0, frames.ErrorCode.PROTOCOL_ERROR, "invalid con
 
 @in_loop
 async def test_server_sends_settings_after_the_preface() -> None:
-    peer = Peer(greets=False, calls_max=7)
-    assert peer.heard() == []
-    peer.say(PREFACE)
-    sent = peer.heard()
+    peer = Peer(sends_preface=False, calls_max=7)
+    assert peer.frames_of() == []
+    peer.feed(PREFACE)
+    sent = peer.frames_of()
 
     assert [each.kind for each in sent] == [SETTINGS, WINDOW_UPDATE]
     pairs = [sent[0].payload[at : at + 6] for at in range(0, len(sent[0].payload), 6)]
@@ -142,9 +142,9 @@ async def test_server_sends_settings_after_the_preface() -> None:
 @pytest.mark.parametrize("cut", [1, 2, 23, 24, 25])
 def test_preface_in_several_reads(cut: int) -> None:
     async def run() -> None:
-        peer = Peer(echo, greets=False)
+        peer = Peer(echo, sends_preface=False)
         call = client.headers(1) + data(1, message(b"hello"), END_STREAM)
-        peer.say(PREFACE, client.settings(), call, cut=cut)
+        peer.feed(PREFACE, client.settings(), call, cut=cut)
         await turns()
         assert peer.answer() == ([{**peer.answer().blocks[0]}, {"grpc-status": "0"}], [b"hello"],
                                  None, True)  # fmt: skip
@@ -164,9 +164,9 @@ def test_invalid_preface_is_answered_and_closes_the_connection(
     received: bytes, response: bytes
 ) -> None:
     async def run() -> None:
-        peer = Peer(greets=False)
+        peer = Peer(sends_preface=False)
         start = len(peer.transport.written)
-        peer.say(received)
+        peer.feed(received)
         assert bytes(peer.transport.written[start:]).startswith(response)
         assert peer.transport.is_closed
         await turns()
@@ -177,8 +177,8 @@ def test_invalid_preface_is_answered_and_closes_the_connection(
 
 @in_loop
 async def test_connection_without_a_preface_is_aborted_after_a_timeout() -> None:
-    peer = Peer(greets=False)
-    peer.say(PREFACE[:5])
+    peer = Peer(sends_preface=False)
+    peer.feed(PREFACE[:5])
     peer.connection.enforce_timeouts(now_ns() + PREFACE_NS // 2)
     assert not peer.transport.is_aborted
     peer.connection.enforce_timeouts(now_ns() + PREFACE_NS + NS_PER_S)
@@ -190,7 +190,7 @@ async def test_idle_connection_is_pinged_and_aborted_without_a_pong() -> None:
     peer = Peer()
     later = now_ns() + IDLE_NS + NS_PER_S
     peer.connection.enforce_timeouts(later)
-    assert len(peer.heard(PING)) == 1
+    assert len(peer.frames_of(PING)) == 1
     peer.connection.enforce_timeouts(later + KEEPALIVE_NS)
     assert not peer.transport.is_aborted
     peer.connection.enforce_timeouts(later + KEEPALIVE_NS + 1)
@@ -202,7 +202,7 @@ async def test_idle_connection_that_answers_the_ping_stays_open() -> None:
     peer = Peer()
     later = now_ns() + IDLE_NS + NS_PER_S
     peer.connection.enforce_timeouts(later)
-    peer.say(ping(peer.heard(PING)[0].payload, client.ACK))
+    peer.feed(ping(peer.frames_of(PING)[0].payload, client.ACK))
     peer.connection.enforce_timeouts(later + KEEPALIVE_NS + 1)
     assert not peer.transport.is_aborted
 
@@ -215,7 +215,7 @@ def test_call_in_reads_of_any_size(cut: int) -> None:
         reader = Reader()
         peer = Peer(reader)
         raw = b"".join(map(message, sent))
-        peer.say(client.headers(1), data(1, raw, END_STREAM, padding=9), cut=cut)
+        peer.feed(client.headers(1), data(1, raw, END_STREAM, padding=9), cut=cut)
         await turns()
         assert reader.messages == sent and reader.has_ended
 
@@ -230,7 +230,7 @@ def test_messages_cut_at_every_boundary() -> None:
         reader = Reader()
         peer = Peer(reader)
         peer.open()
-        peer.say(data(1, raw[:at]), data(1), data(1, raw[at:], END_STREAM))
+        peer.feed(data(1, raw[:at]), data(1), data(1, raw[at:], END_STREAM))
         await turns()
         assert reader.messages == sent and reader.has_ended
 
@@ -267,7 +267,7 @@ def test_messages_round_trip_with_the_h2_library(
             for each in reader.messages:
                 await call.write(each[:3], each[3:])
 
-        peer = Peer(serve, greets=False)
+        peer = Peer(serve, sends_preface=False)
         window = max(windows[0], len(raw) // 30)
         reference = ReferenceClient(peer, window=window, frame_bytes=windows[1])
         await reference.exchange(cut)
@@ -309,7 +309,7 @@ class ReferenceClient:
 
     async def exchange(self, cut: int) -> None:
         """Transfers the pending bytes in both directions."""
-        self.peer.say(self.h2.data_to_send(), cut=cut)
+        self.peer.feed(self.h2.data_to_send(), cut=cut)
         await turns()
         written = self.peer.transport.written
         received, self._seen = bytes(written[self._seen :]), len(written)
@@ -324,7 +324,7 @@ class ReferenceClient:
                     self.is_over = True
                 case h2.events.ConnectionTerminated() | h2.events.StreamReset():
                     raise AssertionError(event)
-        self.peer.say(self.h2.data_to_send(), cut=cut)
+        self.peer.feed(self.h2.data_to_send(), cut=cut)
 
     async def until_ended(self, cut: int) -> None:
         for _ in range(1000):
@@ -343,8 +343,8 @@ async def test_message_of_several_windows() -> None:
     peer.open()
     for at in range(0, len(raw), MIB):
         part = raw[at : at + MIB]
-        peer.say(data(1, part, END_STREAM if at + MIB >= len(raw) else 0))
-        granted = sum(each.number for each in peer.heard(WINDOW_UPDATE) if each.stream_id == 1)
+        peer.feed(data(1, part, END_STREAM if at + MIB >= len(raw) else 0))
+        granted = sum(each.number for each in peer.frames_of(WINDOW_UPDATE) if each.stream_id == 1)
         assert WINDOW_BYTES + granted >= min(at + 2 * MIB, len(raw))
     await turns()
     assert reader.messages == [sent]
@@ -356,15 +356,15 @@ async def test_window_grows_only_by_bytes_that_the_handler_read() -> None:
     peer.open()
     await turns()
     for _ in range(4):
-        peer.say(data(1, message(bytes(MIB - 5))))
+        peer.feed(data(1, message(bytes(MIB - 5))))
     call = peer.calls[1]
-    assert [each.stream_id for each in peer.heard(WINDOW_UPDATE)] == [0]
+    assert [each.stream_id for each in peer.frames_of(WINDOW_UPDATE)] == [0]
     for _ in range(4):
         call.receive()
-    updates = [each for each in peer.heard(WINDOW_UPDATE) if each.stream_id == 1]
+    updates = [each for each in peer.frames_of(WINDOW_UPDATE) if each.stream_id == 1]
     assert sum(each.number for each in updates) == 4 * MIB
-    peer.say(data(1, message(bytes(MIB - 5))))
-    assert peer.goodbye is None and call.has_input
+    peer.feed(data(1, message(bytes(MIB - 5))))
+    assert peer.goaway_code is None and call.has_input
 
 
 @in_loop
@@ -373,10 +373,10 @@ async def test_data_above_the_window_closes_the_connection() -> None:
     peer.open()
     await turns()
     for _ in range(4):
-        peer.say(data(1, message(bytes(MIB - 5))))
-    assert peer.goodbye is None
-    peer.say(data(1, b"\0"))
-    assert peer.goodbye == client.FLOW_CONTROL_ERROR
+        peer.feed(data(1, message(bytes(MIB - 5))))
+    assert peer.goaway_code is None
+    peer.feed(data(1, b"\0"))
+    assert peer.goaway_code == client.FLOW_CONTROL_ERROR
     assert not peer.calls
 
 
@@ -389,22 +389,22 @@ async def test_padding_counts_against_the_window_and_is_returned() -> None:
     frame_bytes = len(message(b"x")) + 256
     count = WINDOW_BYTES // 2 // frame_bytes + 1
     for _ in range(count):
-        peer.say(data(1, message(b"x"), padding=255))
+        peer.feed(data(1, message(b"x"), padding=255))
     await turns()
-    updates = [each.number for each in peer.heard(WINDOW_UPDATE) if each.stream_id == 1]
+    updates = [each.number for each in peer.frames_of(WINDOW_UPDATE) if each.stream_id == 1]
     assert updates == [count * frame_bytes]
     assert peer.connection.streams._received == count * frame_bytes
-    assert peer.goodbye is None
+    assert peer.goaway_code is None
 
 
 @in_loop
 async def test_padding_counts_against_the_window_of_an_unread_call() -> None:
     peer = Peer()
     peer.open()
-    peer.say(data(1, message(b"not read")))
+    peer.feed(data(1, message(b"not read")))
     for _ in range(WINDOW_BYTES // 256 + 1):
-        peer.say(data(1, message(bytes(300)), padding=255))
-    assert peer.goodbye == client.FLOW_CONTROL_ERROR
+        peer.feed(data(1, message(bytes(300)), padding=255))
+    assert peer.goaway_code == client.FLOW_CONTROL_ERROR
 
 
 @in_loop
@@ -419,8 +419,8 @@ async def test_connection_window_is_returned_for_an_ended_call() -> None:
     await turns()
     received = data(1, bytes(MIB))
     for _ in range(1025):
-        peer.say(received)
-    updates = [each.number for each in peer.heard(WINDOW_UPDATE)]
+        peer.feed(received)
+    updates = [each.number for each in peer.frames_of(WINDOW_UPDATE)]
     assert len(updates) == 2 and updates[1] >= 1024 * MIB
 
 
@@ -431,7 +431,7 @@ def test_compressed_messages(encoding: str) -> None:
         peer = Peer(reader)
         peer.open(1, ("grpc-encoding", encoding))
         raw = message(compressed(b"text" * 5000, encoding), 1) + message(b"as it is")
-        peer.say(data(1, raw[:20]), data(1, raw[20:], END_STREAM))
+        peer.feed(data(1, raw[:20]), data(1, raw[20:], END_STREAM))
         await turns()
         assert reader.messages == [b"text" * 5000, b"as it is"]
 
@@ -453,7 +453,7 @@ def test_compressed_message_above_the_size_limit_is_rejected(
         raw = compressed(bytes(expanded), encoding)
         if len(raw) > 1000:
             raw = raw[:1000]
-        peer.say(data(1, message(raw, 1), END_STREAM))
+        peer.feed(data(1, message(raw, 1), END_STREAM))
         await turns()
         assert (reader.error and reader.error.status) == status
         assert [len(each) for each in reader.messages] == ([expanded] if status is None else [])
@@ -480,7 +480,7 @@ def test_malformed_compressed_messages_fail_the_call(
         reader = Reader()
         peer = Peer(reader)
         peer.open(1, ("grpc-encoding", encoding))
-        peer.say(data(1, message(b"before") + message(raw, 1) + message(b"after"), END_STREAM))
+        peer.feed(data(1, message(b"before") + message(raw, 1) + message(b"after"), END_STREAM))
         await turns()
         assert reader.messages == [b"before"]
         assert peer.answer().status == status and not peer.calls
@@ -493,7 +493,7 @@ async def test_message_that_declares_too_many_bytes_is_not_decompressed() -> Non
     reader = Reader()
     peer = Peer(reader, message_bytes=MIB)
     peer.open(1, ("grpc-encoding", "gzip"))
-    peer.say(data(1, message(gzip.compress(bytes(8 * MIB)), 1), END_STREAM))
+    peer.feed(data(1, message(gzip.compress(bytes(8 * MIB)), 1), END_STREAM))
     await asyncio.sleep(0)
     assert reader.error is not None and reader.error.status == Status.RESOURCE_EXHAUSTED
     assert f"declares {8 * MIB:,} bytes" in reader.error.message
@@ -505,7 +505,7 @@ async def test_second_gzip_member_is_decompressed_or_rejected() -> None:
     peer = Peer(reader)
     peer.open(1, ("grpc-encoding", "gzip"))
     two = gzip.compress(b"one") + gzip.compress(b"two")
-    peer.say(data(1, message(two, 1), END_STREAM))
+    peer.feed(data(1, message(two, 1), END_STREAM))
     await turns()
     assert reader.messages == [b"onetwo"] or reader.error is not None
 
@@ -520,7 +520,7 @@ async def test_compressed_messages_are_decompressed_when_they_are_read() -> None
     tracemalloc.start()
     try:
         for _ in range(50):
-            peer.say(data(1, bomb))
+            peer.feed(data(1, bomb))
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
@@ -533,10 +533,10 @@ def test_message_above_the_limit_fails_the_call_after_earlier_messages(cuts: lis
         reader = Reader()
         peer = Peer(reader, message_bytes=100)
         peer.open()
-        peer.say(data(1, message(bytes(100))))
+        peer.feed(data(1, message(bytes(100))))
         raw, start = message(bytes(101)), 0
         for cut in (*cuts, len(raw)):
-            peer.say(data(1, raw[start:cut]))
+            peer.feed(data(1, raw[start:cut]))
             start = cut
         await turns()
         assert [len(each) for each in reader.messages] == [100]
@@ -544,8 +544,8 @@ def test_message_above_the_limit_fails_the_call_after_earlier_messages(cuts: lis
         assert answer.status == Status.RESOURCE_EXHAUSTED
         assert "101 bytes, limit 100" in answer.blocks[-1]["grpc-message"]
         assert answer.reset == client.NO_ERROR
-        peer.say(data(1, bytes(1000), END_STREAM))
-        assert peer.goodbye is None and not peer.calls
+        peer.feed(data(1, bytes(1000), END_STREAM))
+        assert peer.goaway_code is None and not peer.calls
 
     asyncio.run(run())
 
@@ -556,7 +556,7 @@ def test_truncated_last_message_fails_the_call(end: int) -> None:
         reader = Reader()
         peer = Peer(reader)
         peer.open()
-        peer.say(data(1, message(b"whole") + message(b"cut short.")[:end], END_STREAM))
+        peer.feed(data(1, message(b"whole") + message(b"cut short.")[:end], END_STREAM))
         await turns()
         assert reader.messages == [b"whole"]
         answer = peer.answer()
@@ -570,9 +570,9 @@ async def test_input_ends_by_an_empty_frame_or_by_trailers() -> None:
     reader = Reader()
     peer = Peer(reader)
     peer.open(1)
-    peer.say(data(1, message(b"a")), data(1, b"", END_STREAM))
+    peer.feed(data(1, message(b"a")), data(1, b"", END_STREAM))
     peer.open(3)
-    peer.say(data(3, message(b"b")), client.headers(3, [("t", "x")], END_HEADERS | END_STREAM))
+    peer.feed(data(3, message(b"b")), client.headers(3, [("t", "x")], END_HEADERS | END_STREAM))
     peer.open(5, flags=END_STREAM)
     await turns()
     assert [peer.answer(each).status for each in (1, 3, 5)] == [0, 0, 0]
@@ -711,8 +711,8 @@ def test_connection_errors(case: str, cut: int) -> None:
     async def run() -> None:
         peer = Peer()
         peer.open(1) if raw.startswith(opened()) else None
-        peer.say(raw.removeprefix(opened()), cut=cut)
-        assert peer.goodbye == code
+        peer.feed(raw.removeprefix(opened()), cut=cut)
+        assert peer.goaway_code == code
         assert not peer.calls
         await turns()
         assert not peer.host.connections and peer.transport.is_closed
@@ -747,12 +747,12 @@ def test_stream_errors_keep_the_connection_open(case: str, cut: int) -> None:
     async def run() -> None:
         peer = Peer()
         peer.open(1)
-        peer.say(raw, cut=cut)
+        peer.feed(raw, cut=cut)
         await turns()
         assert peer.answer(1).reset == code
-        assert peer.goodbye is None and not peer.calls
-        peer.say(ping())
-        assert len(peer.heard(PING)) == 1
+        assert peer.goaway_code is None and not peer.calls
+        peer.feed(ping())
+        assert len(peer.frames_of(PING)) == 1
 
     asyncio.run(run())
 
@@ -763,13 +763,13 @@ def test_data_that_differs_from_content_length_resets_the_call(length: int, cut:
     async def run() -> None:
         peer = Peer(echo)
         peer.open(1, ("content-length", str(length)))
-        peer.say(data(1, message(b"")), data(1, b"", END_STREAM), cut=cut)
+        peer.feed(data(1, message(b"")), data(1, b"", END_STREAM), cut=cut)
         await turns()
         assert peer.answer(1).reset == client.PROTOCOL_ERROR
         peer.open(3, ("content-length", "6"))
-        peer.say(data(3, message(b"x"), END_STREAM, padding=3), cut=cut)
+        peer.feed(data(3, message(b"x"), END_STREAM, padding=3), cut=cut)
         await turns()
-        assert peer.answer(3).messages == [b"x"] and peer.goodbye is None
+        assert peer.answer(3).messages == [b"x"] and peer.goaway_code is None
 
     asyncio.run(run())
 
@@ -781,8 +781,8 @@ async def test_streams_reset_after_client_errors_are_rate_limited() -> None:
     for stream_id in range(1, 2 * BURST * 2, 2):
         if peer.transport.is_closed:
             break
-        peer.say(client.headers(stream_id), window_update(stream_id, 0))
-    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+        peer.feed(client.headers(stream_id), window_update(stream_id, 0))
+    assert peer.goaway_code == client.ENHANCE_YOUR_CALM
 
 
 IGNORED = {
@@ -816,9 +816,9 @@ def test_ignored_frames_keep_calls_open(case: str) -> None:
         await turns()
         assert peer.answer(1).status == Status.NOT_FOUND
         peer.open(3)
-        peer.say(IGNORED[case], data(3, message(b"still"), END_STREAM))
+        peer.feed(IGNORED[case], data(3, message(b"still"), END_STREAM))
         await turns()
-        assert peer.goodbye is None
+        assert peer.goaway_code is None
         assert peer.answer(3).messages == [b"still"] and peer.answer(3).status == 0
 
     asyncio.run(run())
@@ -827,8 +827,8 @@ def test_ignored_frames_keep_calls_open(case: str) -> None:
 @in_loop
 async def test_pings_and_settings_are_acknowledged() -> None:
     peer = Peer()
-    peer.say(ping(b"abcdefgh"), client.settings(window=5))
-    acks = [each for each in peer.heard(PING, SETTINGS) if each.flags & client.ACK]
+    peer.feed(ping(b"abcdefgh"), client.settings(window=5))
+    acks = [each for each in peer.frames_of(PING, SETTINGS) if each.flags & client.ACK]
     assert [(each.kind, each.payload) for each in acks] == [
         (SETTINGS, b""),
         (PING, b"abcdefgh"),
@@ -862,12 +862,12 @@ def test_floods_close_the_connection(flood: str) -> None:
         peer = Peer(calls_max=5)
         peer.open(1)
         if flood.startswith("headers"):
-            peer.say(client.headers(3, request_fields(without=["content-type"])))
+            peer.feed(client.headers(3, request_fields(without=["content-type"])))
         for count in range(BURST * 3):
             if peer.transport.is_closed:
                 break
-            peer.say(FLOODS[flood](count))
-        assert peer.goodbye == client.ENHANCE_YOUR_CALM
+            peer.feed(FLOODS[flood](count))
+        assert peer.goaway_code == client.ENHANCE_YOUR_CALM
         assert count > BURST // 2 or "many" in flood
         await turns()
         assert not peer.host.connections and not peer.calls
@@ -883,8 +883,8 @@ async def test_headers_are_charged_by_decoding_cost() -> None:
     count = 0
     while not peer.transport.is_closed and count < 200:
         count += 1
-        peer.say(frame(HEADERS, 2 * count + 1, raw, END_HEADERS | END_STREAM))
-    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+        peer.feed(frame(HEADERS, 2 * count + 1, raw, END_HEADERS | END_STREAM))
+    assert peer.goaway_code == client.ENHANCE_YOUR_CALM
 
 
 @in_loop
@@ -894,32 +894,32 @@ async def test_huffman_codes_are_charged_by_decoding_cost() -> None:
     count = 0
     while not peer.transport.is_closed and count < 200:
         count += 1
-        peer.say(frame(HEADERS, 2 * count + 1, raw, END_HEADERS | END_STREAM))
-    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+        peer.feed(frame(HEADERS, 2 * count + 1, raw, END_HEADERS | END_STREAM))
+    assert peer.goaway_code == client.ENHANCE_YOUR_CALM
 
 
 @in_loop
 async def test_many_fragments_of_a_message_close_the_connection() -> None:
     peer = Peer()
     peer.open()
-    peer.say(data(1, message(bytes(100_000))[:10]))
+    peer.feed(data(1, message(bytes(100_000))[:10]))
     count = 0
     while not peer.transport.is_closed and count < 20 * BURST:
         count += 1
-        peer.say(data(1, b"x"))
-    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+        peer.feed(data(1, b"x"))
+    assert peer.goaway_code == client.ENHANCE_YOUR_CALM
 
 
 @in_loop
 async def test_incomplete_frame_closes_the_connection_after_a_timeout() -> None:
     for raw in (client.headers(1, flags=0), client.headers(1)[:20], ping()[:3]):
         peer = Peer()
-        peer.say(raw)
+        peer.feed(raw)
         now = now_ns()
         peer.connection.enforce_timeouts(now + HEADERS_NS // 2)
-        assert peer.goodbye is None
+        assert peer.goaway_code is None
         peer.connection.enforce_timeouts(now + HEADERS_NS + NS_PER_S)
-        assert peer.goodbye == client.ENHANCE_YOUR_CALM
+        assert peer.goaway_code == client.ENHANCE_YOUR_CALM
         assert peer.host.ended == ["headers_timeout"]
 
 
@@ -952,7 +952,7 @@ async def test_frame_of_many_messages_is_processed_in_turns(
     peer.connection.buffer_updated(len(raw))
     assert peer.transport.is_paused and peer.connection.streams.has_data_left
     await until(lambda: reader.has_ended)
-    assert reader.messages == sent and peer.goodbye is None
+    assert reader.messages == sent and peer.goaway_code is None
 
 
 @in_loop
@@ -969,7 +969,7 @@ async def test_unread_responses_of_a_connection_are_limited() -> None:
         if peer.transport.is_closed:
             break
         raw = encoder.encode(request_fields())
-        peer.say(frame(HEADERS, 2 * count + 1, raw, END_HEADERS | END_STREAM))
+        peer.feed(frame(HEADERS, 2 * count + 1, raw, END_HEADERS | END_STREAM))
         if count % 50 == 0:
             await turns()
     assert len(peer.transport.written) < 12 * MIB
@@ -979,11 +979,11 @@ async def test_unread_responses_of_a_connection_are_limited() -> None:
 async def test_fragmented_header_block_opens_a_call() -> None:
     peer = Peer(echo)
     raw = block(request_fields(extra=[("k", "v" * 99)]))
-    peer.say(frame(HEADERS, 1, raw[:1], END_STREAM))
+    peer.feed(frame(HEADERS, 1, raw[:1], END_STREAM))
     for at in range(1, len(raw)):
-        peer.say(frame(client.CONTINUATION, 1, raw[at : at + 1]))
+        peer.feed(frame(client.CONTINUATION, 1, raw[at : at + 1]))
     assert not peer.calls
-    peer.say(frame(client.CONTINUATION, 1, b"", END_HEADERS))
+    peer.feed(frame(client.CONTINUATION, 1, b"", END_HEADERS))
     assert peer.calls[1].metadata == (("k", "v" * 99),)
     await turns()
     assert peer.answer().status == 0
@@ -993,10 +993,10 @@ async def test_fragmented_header_block_opens_a_call() -> None:
 def test_endless_continuations_close_the_connection(size: int) -> None:
     async def run() -> None:
         peer = Peer()
-        peer.say(frame(HEADERS, 1, b""))
+        peer.feed(frame(HEADERS, 1, b""))
         for _ in range(2000):
-            peer.say(frame(client.CONTINUATION, 1, bytes(size)))
-        assert peer.goodbye == client.ENHANCE_YOUR_CALM
+            peer.feed(frame(client.CONTINUATION, 1, bytes(size)))
+        assert peer.goaway_code == client.ENHANCE_YOUR_CALM
 
     asyncio.run(run())
 
@@ -1011,7 +1011,7 @@ def test_header_list_above_the_limit_fails_only_its_call(size: int) -> None:
         assert answer.reset == client.NO_ERROR
         peer.open(3, flags=END_STREAM)
         await turns()
-        assert peer.answer(3).status == 0 and peer.goodbye is None
+        assert peer.answer(3).status == 0 and peer.goaway_code is None
         assert len(peer.served) == 1
 
     asyncio.run(run())
@@ -1021,9 +1021,9 @@ def test_header_list_above_the_limit_fails_only_its_call(size: int) -> None:
 async def test_header_block_above_the_hard_limit_closes_the_connection() -> None:
     peer = Peer()
     raw = block(request_fields(extra=[("k", "v" * 70_000)]))
-    peer.say(frame(HEADERS, 1, raw[:60_000]))
-    peer.say(frame(client.CONTINUATION, 1, raw[60_000:], END_HEADERS))
-    assert peer.goodbye in (client.ENHANCE_YOUR_CALM, client.COMPRESSION_ERROR)
+    peer.feed(frame(HEADERS, 1, raw[:60_000]))
+    peer.feed(frame(client.CONTINUATION, 1, raw[60_000:], END_HEADERS))
+    assert peer.goaway_code in (client.ENHANCE_YOUR_CALM, client.COMPRESSION_ERROR)
 
 
 @pytest.mark.parametrize(
@@ -1037,14 +1037,14 @@ async def test_header_block_above_the_hard_limit_closes_the_connection() -> None
 def test_invalid_headers_are_answered_by_trailers_only(fields: client.Fields, flags: int) -> None:
     async def run() -> None:
         peer = Peer(echo)
-        peer.say(client.headers(1, fields, END_HEADERS | flags))
+        peer.feed(client.headers(1, fields, END_HEADERS | flags))
         answer = peer.answer()
         assert len(answer.blocks) == 1 and answer.blocks[0][":status"] == "200"
         assert answer.status == Status.INTERNAL and answer.blocks[0]["grpc-message"]
         assert answer.blocks[0]["why"] == "/t/M"
         assert answer.reset == (None if flags else client.NO_ERROR)
         await turns()
-        assert not peer.served and not peer.calls and peer.goodbye is None
+        assert not peer.served and not peer.calls and peer.goaway_code is None
 
     asyncio.run(run())
 
@@ -1063,18 +1063,18 @@ def test_request_other_than_grpc_gets_an_http_response(fields: client.Fields, fl
 
     async def run() -> None:
         peer = Peer(echo)
-        peer.say(client.settings(window=10), client.headers(1, fields, END_HEADERS | flags))
+        peer.feed(client.settings(window=10), client.headers(1, fields, END_HEADERS | flags))
         text = b"not a gRPC call: expected POST of application/grpc\n"
-        assert peer.heard(DATA) == [(DATA, 0, 1, text[:10])]
-        peer.say(data(1, b"more")) if not flags else None
-        peer.say(window_update(1, 1000))
-        assert b"".join(each.payload for each in peer.heard(DATA)) == text
-        first, last = (hpack.Decoder().decode(each.payload) for each in peer.heard(HEADERS))
+        assert peer.frames_of(DATA) == [(DATA, 0, 1, text[:10])]
+        peer.feed(data(1, b"more")) if not flags else None
+        peer.feed(window_update(1, 1000))
+        assert b"".join(each.payload for each in peer.frames_of(DATA)) == text
+        first, last = (hpack.Decoder().decode(each.payload) for each in peer.frames_of(HEADERS))
         assert dict(first) == {":status": "415", "content-type": "text/plain"}
         assert dict(last)["grpc-status"] == "13" and dict(last)["why"] == "/t/M"
-        resets = [each.code for each in peer.heard(RST_STREAM)]
+        resets = [each.code for each in peer.frames_of(RST_STREAM)]
         assert len(resets) == (0 if flags else 1)
-        assert not peer.served and not peer.calls and peer.goodbye is None
+        assert not peer.served and not peer.calls and peer.goaway_code is None
         assert peer.host.budget.used_bytes == 0
 
     asyncio.run(run())
@@ -1085,8 +1085,8 @@ async def test_window_update_of_0_for_an_ended_call_closes_the_connection() -> N
     peer = Peer()
     peer.open()
     peer.calls[1].end()
-    peer.say(window_update(1, 0))
-    assert peer.goodbye == client.PROTOCOL_ERROR
+    peer.feed(window_update(1, 0))
+    assert peer.goaway_code == client.PROTOCOL_ERROR
 
 
 @in_loop
@@ -1095,7 +1095,7 @@ async def test_calls_above_the_limit_are_rejected() -> None:
     for stream_id in (1, 3, 5):
         peer.open(stream_id)
     assert peer.answer(5).reset == client.REFUSED_STREAM
-    peer.say(rst_stream(1))
+    peer.feed(rst_stream(1))
     peer.open(7)
     assert sorted(peer.calls) == [3, 7]
 
@@ -1110,12 +1110,12 @@ async def test_smaller_header_table_is_announced_in_the_next_block(
     strict = hpack.Decoder()
     strict.max_allowed_table_size = min(4096, *sizes)
     for size in sizes:
-        peer.say(client.settings(table=size))
+        peer.feed(client.settings(table=size))
     for stream_id in (1, 3):
         peer.open(stream_id, flags=END_STREAM)
     await turns()
 
-    blocks = [each.payload for each in peer.heard(HEADERS)]
+    blocks = [each.payload for each in peer.frames_of(HEADERS)]
     assert len(blocks) == 2
     decoded = [dict(strict.decode(each)) for each in blocks]
     assert decoded[0] == decoded[1] and decoded[0]["grpc-status"] == "0"
@@ -1128,7 +1128,7 @@ async def test_response_has_headers_messages_and_trailers() -> None:
     peer = Peer(writer(b"one", b""))
     peer.open(flags=END_STREAM)
     await turns()
-    assert [(each.kind, each.flags) for each in peer.heard() if each.stream_id] == [
+    assert [(each.kind, each.flags) for each in peer.frames_of() if each.stream_id] == [
         (HEADERS, END_HEADERS),
         (DATA, 0),
         (DATA, 0),
@@ -1149,7 +1149,7 @@ async def test_single_message_and_status_are_sent_in_one_write() -> None:
     peer.open(flags=END_STREAM)
     await turns()
 
-    assert [(each.kind, each.flags) for each in peer.heard() if each.stream_id] == [
+    assert [(each.kind, each.flags) for each in peer.frames_of() if each.stream_id] == [
         (HEADERS, END_HEADERS),
         (DATA, 0),
         (HEADERS, END_HEADERS | END_STREAM),
@@ -1165,13 +1165,13 @@ async def test_single_message_waits_for_a_window(is_open: bool) -> None:
         await call.answer(b"x" * 95)
 
     peer = Peer(serve)
-    peer.say(client.settings(window=0 if not is_open else WINDOW_DEFAULT))
+    peer.feed(client.settings(window=0 if not is_open else WINDOW_DEFAULT))
     peer.open(flags=0 if is_open else END_STREAM)
     await turns()
     assert peer.answer().blocks
     if not is_open:
         assert peer.sent_bytes() == 0 and peer.answer().status is None
-        peer.say(window_update(1, 100))
+        peer.feed(window_update(1, 100))
         await turns()
     assert (peer.answer().messages, peer.answer().status) == ([b"x" * 95], 0)
 
@@ -1211,8 +1211,8 @@ async def test_call_that_ends_before_its_input_is_reset_with_no_error() -> None:
     peer.open()
     await turns()
     assert peer.answer().status == 0 and peer.answer().reset == client.NO_ERROR
-    peer.say(data(1, message(b"more")), data(1, b"", END_STREAM))
-    assert peer.goodbye is None
+    peer.feed(data(1, message(b"more")), data(1, b"", END_STREAM))
+    assert peer.goaway_code is None
 
 
 @in_loop
@@ -1258,7 +1258,7 @@ async def test_long_status_is_split_into_several_frames() -> None:
     peer.open(flags=END_STREAM)
     await turns()
     assert peer.answer().status == Status.INTERNAL
-    assert max(len(each.payload) for each in peer.heard()) <= FRAME_DEFAULT
+    assert max(len(each.payload) for each in peer.frames_of()) <= FRAME_DEFAULT
 
 
 @in_loop
@@ -1314,7 +1314,7 @@ async def test_expired_and_very_long_deadlines() -> None:
 @in_loop
 async def test_deadline_is_reported_while_an_unsent_message_waits() -> None:
     peer = Peer(writer(b"x" * 100))
-    peer.say(client.settings(window=0))
+    peer.feed(client.settings(window=0))
     peer.open(1, ("grpc-timeout", "5m"))
     await until(lambda: peer.answer().is_over or peer.answer().reset is not None)
     assert peer.answer().status == Status.DEADLINE_EXCEEDED
@@ -1326,7 +1326,7 @@ async def test_call_with_an_unsent_message_does_not_end_with_ok() -> None:
         call.send(b"x" * 100)
 
     peer = Peer(serve)
-    peer.say(client.settings(window=0))
+    peer.feed(client.settings(window=0))
     peer.open(1, flags=END_STREAM)
     await turns()
     assert peer.answer().status != Status.OK
@@ -1335,7 +1335,7 @@ async def test_call_with_an_unsent_message_does_not_end_with_ok() -> None:
 @in_loop
 async def test_call_that_ends_during_a_message_is_reset() -> None:
     peer = Peer(writer(b"x" * 100))
-    peer.say(client.settings(window=50))
+    peer.feed(client.settings(window=50))
     peer.open(1, ("grpc-timeout", "5m"))
     await until(lambda: peer.answer().is_over or peer.answer().reset is not None)
     assert peer.answer().status is None and peer.answer().reset == client.CANCEL
@@ -1355,16 +1355,16 @@ async def test_reset_cancels_the_handler_and_frees_the_call() -> None:
 
     peer = Peer(serve)
     peer.open(1, ("grpc-timeout", "1H"))
-    peer.say(data(1, message(bytes(1000))[:500]))
+    peer.feed(data(1, message(bytes(1000))[:500]))
     peer.open(3)
     await turns()
-    frames_sent = len(peer.heard())
-    peer.say(rst_stream(1), rst_stream(3))
+    frames_sent = len(peer.frames_of())
+    peer.feed(rst_stream(1), rst_stream(3))
     assert not peer.calls and not blocked_calls(peer)
-    peer.say(window_update(0, 100_000))
+    peer.feed(window_update(0, 100_000))
     await turns()
     assert errors == [asyncio.CancelledError] * 2
-    assert len(peer.heard()) == frames_sent
+    assert len(peer.frames_of()) == frames_sent
     peer.served.clear()
     assert not calls_in_memory(peer)
 
@@ -1377,13 +1377,13 @@ async def test_messages_after_the_end_are_dropped() -> None:
     peer.open(3)
     await turns()
     first, second = peer.calls[1], peer.calls[3]
-    peer.say(rst_stream(1))
+    peer.feed(rst_stream(1))
     second.end(Status.OK)
-    frames_sent = len(peer.heard())
+    frames_sent = len(peer.frames_of())
     for call in (first, second):
         call.send(b"late")
         call.send(bytes(100_000))
-    assert len(peer.heard()) == frames_sent
+    assert len(peer.frames_of()) == frames_sent
     assert not blocked_calls(peer)
 
 
@@ -1394,12 +1394,12 @@ async def test_reads_after_the_end_send_no_window_updates() -> None:
     await turns()
     call = peer.calls[1]
     for _ in range(3):
-        peer.say(data(1, message(bytes(MIB - 5))))
-    peer.say(rst_stream(1))
-    frames_sent = len(peer.heard())
+        peer.feed(data(1, message(bytes(MIB - 5))))
+    peer.feed(rst_stream(1))
+    frames_sent = len(peer.frames_of())
     for _ in range(3):
         assert call.receive() is None and await call.read() is None
-    assert len(peer.heard()) == frames_sent
+    assert len(peer.frames_of()) == frames_sent
 
 
 @in_loop
@@ -1410,9 +1410,9 @@ async def test_only_the_largest_call_is_rejected_above_the_receive_budget() -> N
         peer.open(stream_id)
     await turns()
     for stream_id, size in ((1, 100_000), (3, 100_000), (5, 4 * MIB)):
-        peer.say(data(stream_id, message(bytes(2 * size))[:5] + bytes(size // 8)))
+        peer.feed(data(stream_id, message(bytes(2 * size))[:5] + bytes(size // 8)))
     while not peer.calls[5]._is_discarding:
-        peer.say(data(5, bytes(65_536)))
+        peer.feed(data(5, bytes(65_536)))
     assert peer.host.budget.evictions == 1
     assert [peer.calls[each]._is_discarding for each in (1, 3)] == [False, False]
     assert peer.host.budget.used_bytes == 2 * 12_500
@@ -1426,8 +1426,8 @@ async def test_received_messages_are_freed_when_the_connection_ends() -> None:
     peer.open(3)
     await turns()
     complete, partial = peer.calls[1], peer.calls[3]
-    peer.say(data(1, message(bytes(MIB - 5))))
-    peer.say(data(3, message(bytes(4 * MIB))[:MIB]))
+    peer.feed(data(1, message(bytes(MIB - 5))))
+    peer.feed(data(3, message(bytes(4 * MIB))[:MIB]))
     assert complete.has_input
     peer.transport.abort()
     await turns()
@@ -1457,16 +1457,16 @@ async def test_nothing_is_sent_without_a_window() -> None:
         written.append(1)
 
     peer = Peer(serve)
-    peer.say(client.settings(window=0))
+    peer.feed(client.settings(window=0))
     peer.open(flags=END_STREAM)
     await turns()
     assert peer.sent_bytes() == 0 and peer.answer().blocks
     for count in range(1, 100):
-        peer.say(window_update(1, 1))
+        peer.feed(window_update(1, 1))
         assert peer.sent_bytes() == count
     await turns()
     assert not written and peer.answer().status is None
-    peer.say(window_update(1, 1))
+    peer.feed(window_update(1, 1))
     await turns()
     assert written and peer.answer().messages == [b"x" * 95] and peer.answer().status == 0
 
@@ -1474,18 +1474,18 @@ async def test_nothing_is_sent_without_a_window() -> None:
 @in_loop
 async def test_settings_change_the_windows_of_open_calls() -> None:
     peer = Peer(writer(b"x" * 995))
-    peer.say(client.settings(window=100))
+    peer.feed(client.settings(window=100))
     peer.open(flags=END_STREAM)
     await turns()
     assert peer.sent_bytes() == 100
-    peer.say(client.settings(window=300))
+    peer.feed(client.settings(window=300))
     assert peer.sent_bytes() == 300
-    peer.say(client.settings(window=50))
-    peer.say(window_update(1, 250))
+    peer.feed(client.settings(window=50))
+    peer.feed(window_update(1, 250))
     assert peer.sent_bytes() == 300
-    peer.say(window_update(1, 1))
+    peer.feed(window_update(1, 1))
     assert peer.sent_bytes() == 301
-    peer.say(client.settings(window=0), client.settings(window=749))
+    peer.feed(client.settings(window=0), client.settings(window=749))
     await turns()
     assert peer.sent_bytes() == 1000 and peer.answer().status == 0
 
@@ -1493,10 +1493,10 @@ async def test_settings_change_the_windows_of_open_calls() -> None:
 @in_loop
 async def test_new_call_has_the_window_of_the_last_settings() -> None:
     peer = Peer(writer(b"x" * 100))
-    peer.say(client.settings(window=10))
+    peer.feed(client.settings(window=10))
     peer.open(1)
     await turns()
-    peer.say(client.settings(window=20))
+    peer.feed(client.settings(window=20))
     peer.open(3)
     await turns()
     assert (peer.sent_bytes(1), peer.sent_bytes(3)) == (20, 20)
@@ -1507,28 +1507,28 @@ async def test_frame_size_follows_the_client_setting() -> None:
     peer = Peer(writer(bytes(50_000 - 5)))
     peer.open(1)
     await turns()
-    assert [len(each.payload) for each in peer.heard(DATA)] == [16_384, 16_384, 16_384, 848]
-    peer.say(client.settings(frame_bytes=20_000), window_update(0, WINDOW_DEFAULT))
+    assert [len(each.payload) for each in peer.frames_of(DATA)] == [16_384, 16_384, 16_384, 848]
+    peer.feed(client.settings(frame_bytes=20_000), window_update(0, WINDOW_DEFAULT))
     peer.open(3)
     await turns()
-    sizes = [len(each.payload) for each in peer.heard(DATA) if each.stream_id == 3]
+    sizes = [len(each.payload) for each in peer.frames_of(DATA) if each.stream_id == 3]
     assert sizes == [20_000, 20_000, 10_000]
 
 
 @in_loop
 async def test_calls_share_the_connection_window() -> None:
     peer = Peer(writer(bytes(400_000)))
-    peer.say(client.settings(window=WINDOW_MAX))
+    peer.feed(client.settings(window=WINDOW_MAX))
     for stream_id in (1, 3, 5):
         peer.open(stream_id)
     await turns()
     assert peer.sent_bytes() == WINDOW_DEFAULT and peer.sent_bytes(1) == WINDOW_DEFAULT
-    peer.say(window_update(0, 12 * FRAME_DEFAULT))
+    peer.feed(window_update(0, 12 * FRAME_DEFAULT))
     sent = [peer.sent_bytes(each) for each in (1, 3, 5)]
     assert sum(sent) == WINDOW_DEFAULT + 12 * FRAME_DEFAULT
     assert [each // FRAME_DEFAULT for each in sent] == [7, 4, 4]
     for _ in range(500):
-        peer.say(window_update(0, 1000))
+        peer.feed(window_update(0, 1000))
     sent = [peer.sent_bytes(each) for each in (1, 3, 5)]
     assert max(sent) - min(sent) <= 5 * FRAME_DEFAULT
 
@@ -1536,11 +1536,11 @@ async def test_calls_share_the_connection_window() -> None:
 @in_loop
 async def test_call_without_a_window_does_not_block_others() -> None:
     peer = Peer(writer(bytes(1000)))
-    peer.say(client.settings(window=0))
+    peer.feed(client.settings(window=0))
     for stream_id in (1, 3):
         peer.open(stream_id, flags=END_STREAM)
     await turns()
-    peer.say(window_update(3, 2000))
+    peer.feed(window_update(3, 2000))
     await turns()
     assert peer.answer(3).status == 0 and peer.sent_bytes(1) == 0
 
@@ -1556,7 +1556,7 @@ async def test_full_socket_blocks_messages_until_it_is_empty() -> None:
             count += 1
 
     peer = Peer(serve)
-    peer.transport.room_bytes = 10_000
+    peer.transport.free_bytes = 10_000
     peer.open(flags=END_STREAM)
     for turn in range(1, 5):
         await turns()
@@ -1572,8 +1572,8 @@ async def test_full_socket_blocks_messages_until_it_is_empty() -> None:
 async def test_large_message_is_sent_at_the_rate_of_the_socket() -> None:
     sent = bytes(range(256)) * 2000
     peer = Peer(writer(sent))
-    peer.transport.room_bytes = 100_000
-    peer.say(client.settings(window=WINDOW_MAX), window_update(0, MIB))
+    peer.transport.free_bytes = 100_000
+    peer.feed(client.settings(window=WINDOW_MAX), window_update(0, MIB))
     peer.open(flags=END_STREAM)
     while not peer.answer().is_over:
         before = peer.sent_bytes()
@@ -1600,7 +1600,7 @@ async def test_connection_lost_while_messages_wait_cancels_the_handlers() -> Non
 
 def acknowledge_goaway(peer: Peer) -> None:
     """Acknowledges the ping after GOAWAY: the client has received both."""
-    peer.say(ping(peer.heard(PING)[-1].payload, client.ACK))
+    peer.feed(ping(peer.frames_of(PING)[-1].payload, client.ACK))
 
 
 @in_loop
@@ -1609,23 +1609,23 @@ async def test_graceful_close_completes_open_calls() -> None:
     peer.open(1)
     peer.connection.close_gracefully()
     peer.connection.close_gracefully()
-    (goaway,) = peer.heard(GOAWAY)
+    (goaway,) = peer.frames_of(GOAWAY)
     assert goaway.payload[:8] == WINDOW_MAX.to_bytes(4) + bytes(4)
 
     peer.open(3)
     acknowledge_goaway(peer)
     acknowledge_goaway(peer)
-    final = peer.heard(GOAWAY)[1:]
+    final = peer.frames_of(GOAWAY)[1:]
     assert [each.payload[:8] for each in final] == [(3).to_bytes(4) + bytes(4)]
 
     peer.open(5)
     assert peer.answer(5).reset == client.REFUSED_STREAM
     for stream_id in (1, 3):
-        assert peer.goodbye is None
-        peer.say(data(stream_id, message(b"on"), END_STREAM))
+        assert peer.goaway_code is None
+        peer.feed(data(stream_id, message(b"on"), END_STREAM))
         await turns()
         assert peer.answer(stream_id).messages == [b"on"] and peer.answer(stream_id).status == 0
-    assert peer.goodbye == client.NO_ERROR
+    assert peer.goaway_code == client.NO_ERROR
     assert len(peer.served) == 2
 
 
@@ -1633,25 +1633,25 @@ async def test_graceful_close_completes_open_calls() -> None:
 async def test_graceful_close_without_calls_ends_after_the_ping_ack() -> None:
     peer = Peer()
     peer.connection.close_gracefully()
-    assert peer.goodbye is None
-    peer.say(ping(b"whatever", client.ACK))
-    assert peer.goodbye is None
+    assert peer.goaway_code is None
+    peer.feed(ping(b"whatever", client.ACK))
+    assert peer.goaway_code is None
     acknowledge_goaway(peer)
-    assert peer.goodbye == client.NO_ERROR
+    assert peer.goaway_code == client.NO_ERROR
 
 
 @in_loop
 async def test_ack_of_an_unsent_ping_is_ignored() -> None:
     peer = Peer()
-    peer.say(ping(b"iskleave", client.ACK))
-    assert peer.goodbye is None
+    peer.feed(ping(b"iskleave", client.ACK))
+    assert peer.goaway_code is None
     peer.open(1)
     assert 1 in peer.calls
 
 
 @in_loop
 async def test_graceful_close_without_a_preface_closes_at_once() -> None:
-    peer = Peer(greets=False)
+    peer = Peer(sends_preface=False)
     peer.connection.close_gracefully()
     await turns()
     assert not peer.host.connections
@@ -1689,7 +1689,7 @@ async def test_ended_calls_are_freed() -> None:
     peer = Peer(echo)
     for stream_id in range(1, 401, 2):
         peer.open(stream_id, ("grpc-timeout", "1H"))
-        peer.say(data(stream_id, message(b"x" * stream_id), END_STREAM))
+        peer.feed(data(stream_id, message(b"x" * stream_id), END_STREAM))
         await turns()
         assert peer.answer(stream_id).status == 0 if stream_id < 20 else True
     output = peer.connection.output
@@ -1713,8 +1713,8 @@ async def test_unsent_bytes_of_window_and_socket_are_reported() -> None:
     peer.open(3, flags=END_STREAM)
     await turns()
     assert peer.connection.has_unsent
-    peer.transport.room_bytes = 0
-    peer.say(window_update(0, MIB), window_update(3, MIB))
+    peer.transport.free_bytes = 0
+    peer.feed(window_update(0, MIB), window_update(3, MIB))
     await turns()
     assert peer.transport.is_full and peer.connection.has_unsent
     peer.transport.empty()
@@ -1791,12 +1791,12 @@ async def test_calls_that_wait_for_a_window_continue_in_small_groups() -> None:
         finished.append(call)
 
     peer = Peer(serve, calls_max=400)
-    peer.say(client.settings(window=0))
+    peer.feed(client.settings(window=0))
     for stream_id in range(1, 401, 2):
         peer.open(stream_id)
         await turns()
     assert not finished
-    peer.say(client.settings(window=1000))
+    peer.feed(client.settings(window=1000))
     counts = []
     while len(finished) < 200:
         before = len(finished)
@@ -1809,7 +1809,7 @@ async def test_calls_that_wait_for_a_window_continue_in_small_groups() -> None:
 @in_loop
 async def test_wasted_cpu_time_excludes_the_allowance_of_messages() -> None:
     peer = Peer()
-    peer.say(client.headers(1), data(1, message(bytes(995))))
+    peer.feed(client.headers(1), data(1, message(bytes(995))))
     assert peer.connection.note_cpu(NS_PER_S // 100)
     assert peer.connection.wasted_ns == NS_PER_S // 100 - MESSAGE_CPU_NS - BYTE_CPU_NS * 1000
     assert peer.connection.note_cpu(NS_PER_S // 100)

@@ -21,7 +21,7 @@ async def test_response_timeout_begins_when_data_is_blocked_again() -> None:
     (call,) = peer.calls.values()
     call.send(bytes(WINDOW))
     assert call.is_blocked
-    peer.say(window_update(0, 1 << 20), window_update(1, PREFIX_BYTES))
+    peer.feed(window_update(0, 1 << 20), window_update(1, PREFIX_BYTES))
     assert not call.is_blocked
     call._sent_ns -= HOUR_NS
     call.send(bytes(WINDOW))
@@ -30,7 +30,7 @@ async def test_response_timeout_begins_when_data_is_blocked_again() -> None:
     assert not call.is_over and not peer.host.ended
     call.check_timeouts(now_ns() + HOUR_NS)
     assert call.is_over and peer.host.ended == ["response_timeout"]
-    (reset,) = peer.heard(RST_STREAM)
+    (reset,) = peer.frames_of(RST_STREAM)
     assert int.from_bytes(reset.payload) == ErrorCode.CANCEL
 
 
@@ -40,7 +40,7 @@ async def test_call_that_ends_while_its_response_is_charged_sends_no_data() -> N
     peer = Peer(receive_bytes=1 << 18)
     peer.open()
     (call,) = peer.calls.values()
-    peer.say(data(1, message(bytes(60_000))))
+    peer.feed(data(1, message(bytes(60_000))))
     assert call.unread_bytes
 
     def on_input() -> None:
@@ -49,7 +49,7 @@ async def test_call_that_ends_while_its_response_is_charged_sends_no_data() -> N
     call.on_input = on_input
     call.send(bytes(1 << 18))
     assert call.is_over
-    peer.say(window_update(0, 1 << 20))
-    assert peer.heard(DATA) == []
+    peer.feed(window_update(0, 1 << 20))
+    assert peer.frames_of(DATA) == []
     assert peer.answer().status == Status.UNAVAILABLE
     assert peer.host.budget.used_bytes == 0

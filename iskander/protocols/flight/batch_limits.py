@@ -1,0 +1,27 @@
+"""Limits of one batch to one model, for clients that cut their data.
+
+Pure. Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from iskander.config.schema import LimitsConfig
+from iskander.contract.tensors import Contract, body_layout
+
+
+def batch_limits(contract: Contract, limits: LimitsConfig) -> dict[str, int]:
+    """Return the maximum rows, bytes and string bytes of a batch.
+
+    Rows are fewer than `limits.rows` if the tensors of so many rows exceed `limits.bytes`, which
+    padded lists do, or if their results exceed `limits.result_bytes`. At least one.
+    """
+
+    def excess(rows: int) -> bool:
+        tensor_bytes = sum(spec.buffer_bytes(rows) for spec in contract.inputs)
+        result_bytes = body_layout(contract.outputs, rows)[1]
+        return tensor_bytes > limits.bytes or result_bytes > limits.result_bytes
+
+    rows = bisect_right(range(1, limits.rows + 1), x=False, key=excess)
+    return {"rows": max(rows, 1), "bytes": limits.bytes, "string_bytes": limits.string_bytes}
