@@ -109,7 +109,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
         cpus: Cpus to pin itself to; `cores` is the number of their physical cores.
         node: Preferred NUMA node for memory; None for no preference.
         reattach_s: Time to wait for another gateway when this one is gone; 0: no limit.
-        siblings: Attach sockets of the other processes of this gateway, to be served too.
+        peers: Attach sockets of the other processes of this gateway, to be served too.
         has_one_pool: Whether its ONNX models share one thread pool.
         busy_poll_us: Time to poll for messages before it sleeps.
         channel: Path of the ipc sockets of a ZeroMQ channel, without the suffix; empty for the
@@ -124,9 +124,9 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     node: int | None
     input_bytes: int
     output_bytes: int
-    beat_bytes: int
+    heartbeat_bytes: int
     reattach_s: float
-    siblings: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
     has_one_pool: bool = False
     busy_poll_us: int = 0
     channel: str = ""

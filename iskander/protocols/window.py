@@ -33,7 +33,7 @@ class Window:
         self.count += 1
         self.held_bytes += held_bytes
 
-    def hold(self, held_bytes: int) -> None:
+    def add_memory(self, held_bytes: int) -> None:
         """Add memory to a batch of the window."""
         self.held_bytes += held_bytes
 

@@ -433,12 +433,12 @@ def test_queued_messages_are_charged_and_rejected_above_the_limit() -> None:
         await peer.feed(HELLO + frame_of(1000) * 200, 1 << 20)
         assert used(peer) == 200_000
         await peer.feed(frame_of(100_000), 1 << 20)
-        assert used(peer) <= 250_000 and len(peer.refused) == 200
+        assert used(peer) <= 250_000 and len(peer.rejected) == 200
         peer.room = 1 << 30
         peer.connection.resume()
         assert len(peer.messages) == 1 and not peer.ended
         peer.messages.clear()
-        peer.refused.clear()
+        peer.rejected.clear()
         assert used(peer) == 0
 
     asyncio.run(scenario())

@@ -90,7 +90,7 @@ class ScriptedGateway:
             "node": None,
             "input_bytes": ARENA_BYTES,
             "output_bytes": ARENA_BYTES,
-            "beat_bytes": HEARTBEAT_BYTES,
+            "heartbeat_bytes": HEARTBEAT_BYTES,
             "reattach_s": 20.0,
             "channel": str(self.folder / f"c{self.incarnation}") if self._is_zmq else "",
         }

@@ -77,8 +77,8 @@ class Peer:
         self.on_broken: Callable[[str], None] = self.reasons.append
         self.has_work = False
         self.unread_bytes = 0
-        self.refused: list[list[Part]] = []
-        self.refuse = self.refused.append
+        self.rejected: list[list[Part]] = []
+        self.reject = self.rejected.append
         self.ended: list[str] = []
         self.count_ended = self.ended.append
 

@@ -46,7 +46,8 @@ LAYERS = {
         "supervision repository protocols telemetry"
     ),
     "embed": "errors config measurement scheduling protocols gateway",
-    "client": "errors memory control",
+    # The clock: deadlines of calls and the age of connections.
+    "client": "errors clock memory control",
     "iskander_worker": "build_info errors clock decoders varint contract memory control",
     "cli": (
         "build_info errors contract config arrow memory control auth transport scheduling "
@@ -79,6 +80,7 @@ IMPORTERS = {
     ),
     "h11": (("iskander/transport/http1/connection.py",), "iskander.transport.http1.listener"),
     "pyarrow.flight": (("iskander/client/",), "iskander.client"),
+    "stamina": (("iskander/client/retry.py",), "iskander.client.retry"),
     "grpc": ((), "iskander.transport.http2"),
     "hpack": (("iskander/transport/http2/header_block_reader.py",), "iskander.transport.http2"),
     "watchfiles": (

@@ -46,7 +46,7 @@ class Attachment:
         self.path = path
         self.welcome = welcome
         *segment_fds, abort_fd = descriptors
-        lengths = (welcome.input_bytes, welcome.output_bytes, welcome.beat_bytes)
+        lengths = (welcome.input_bytes, welcome.output_bytes, welcome.heartbeat_bytes)
         self._segments: list[Segment] = []
         try:
             for length in lengths:
@@ -54,7 +54,7 @@ class Attachment:
                 fd, is_writable = segment_fds.pop(0), bool(self._segments)
                 self._segments.append(Segment.attach(fd, length, is_writable=is_writable))
             # A single channel blocks in its read; several are polled first.
-            wait_s = None if welcome.siblings else HEARTBEAT_INTERVAL_S
+            wait_s = None if welcome.peers else HEARTBEAT_INTERVAL_S
             self.channel = open_channel(
                 connection, welcome.channel, is_gateway=False, wait_s=wait_s
             )
@@ -105,7 +105,7 @@ class Attachments:
         self._first = first
         self._greet = greet
         self._notices = notices
-        self._peers = first.welcome.siblings
+        self._peers = first.welcome.peers
         self._busy_poll_ns = first.welcome.busy_poll_us * NS_PER_US
         self._has_run = False
         self._handshakes: dict[str, tuple[int, socket.socket]] = {}

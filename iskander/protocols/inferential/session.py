@@ -3,8 +3,8 @@
 A session has no task for each observation. The connection calls `on_message`, lane and dispatcher
 call `deliver` or `fail`, and `_write` sends the next replies while the client reads them. The
 window limits the observations in progress; while it is full the session reads nothing, so that a
-client that floods or does not read slows down only itself. Failed and expired observations leave the
-window and do not delay newer ones.
+client that floods or does not read slows down only itself. Failed and expired observations leave
+the window and do not delay newer ones.
 
 Runs on: gateway loop.
 """
@@ -142,7 +142,7 @@ class Session:
             log.exception("internal error in an observation")
             self._reject(address, IskanderError(INTERNAL))
 
-    def refuse(self, parts: list[Part]) -> None:
+    def reject(self, parts: list[Part]) -> None:
         """Reject a message for lack of memory."""
         received = self._read(parts)
         if received is not None:

@@ -96,7 +96,7 @@ class InferStream:
         if answer in self._answers and not answer.cancelled() and answer.exception() is None:
             response_bytes = sum(map(len, answer.result()))
             self._answers[answer] += response_bytes
-            self._window.hold(response_bytes)
+            self._window.add_memory(response_bytes)
         self._changed.set()
 
     @property

@@ -55,7 +55,7 @@ class Session(Protocol):
     def on_message(self, parts: list[Part], arrived_ns: int) -> None:
         """Process a message; `arrived_ns` is its monotonic arrival time."""
 
-    def refuse(self, parts: list[Part]) -> None:
+    def reject(self, parts: list[Part]) -> None:
         """Reject a message for lack of memory."""
 
     @property
@@ -263,7 +263,7 @@ class Connection(asyncio.BufferedProtocol):
             )
         elif session is not None and 2 * self._backlog.total_bytes > received:
             for parts in self._backlog.take_all():
-                session.refuse(parts)
+                session.reject(parts)
             self._update_charge()
         else:
             self._fail(

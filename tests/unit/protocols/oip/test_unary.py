@@ -86,7 +86,7 @@ class Server:
         feed = self.peer.feed
         self.peer.feed = lambda *parts, **_: frames.extend(parts)  # type: ignore[method-assign]
         self.send_call(stream_id, rows, is_typed=is_typed)
-        self.peer.feed = say  # type: ignore[method-assign]
+        self.peer.feed = feed  # type: ignore[method-assign]
         self.peer.feed(*frames, then)
 
     def reject_immediately(self) -> None:
