@@ -7,6 +7,8 @@ optionally shared memory for large batches to a server on the same machine.
 Runs on: the caller's threads; never in the gateway.
 """
 
-from iskander.client.connection import CALL_TIMEOUT_S, Client, Item, Tls
+from iskander.client.connection import CALL_TIMEOUT_S, Client, Tls
+from iskander.client.resume import Item
+from iskander.client.retry import Retry
 
-__all__ = ["CALL_TIMEOUT_S", "Client", "Item", "Tls"]
+__all__ = ["CALL_TIMEOUT_S", "Client", "Item", "Retry", "Tls"]

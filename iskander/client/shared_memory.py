@@ -40,11 +40,16 @@ class RegionPool:
 
     def acquire(self, first: pa.RecordBatch) -> Region | None:
         """Return a region for a stream, or None if its batches are unsuitable or too small."""
-        if not self._length_bytes or first.nbytes < WORTH_BYTES or not can_share(first.schema):
+        if not self.is_suitable(first):
             return None
         region = self._pop_idle() or self._request()
         region.begin(first.schema)
         return region
+
+    def is_suitable(self, first: pa.RecordBatch) -> bool:
+        """Whether a stream that begins with this batch gets a region."""
+        is_large = self._length_bytes > 0 and first.nbytes >= WORTH_BYTES
+        return is_large and can_share(first.schema)
 
     def release(self, region: Region, *, is_usable: bool = True) -> None:
         """Keep a region for the next stream, or close it."""

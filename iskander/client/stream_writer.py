@@ -10,16 +10,33 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 from pyarrow import flight
 
-from iskander.client.shared_memory import Region
-from iskander.errors import ContractError
+if TYPE_CHECKING:
+    from iskander.client.shared_memory import Region
 
 JOIN_S = 1.0
 FLIGHT_ERRORS = (flight.FlightError, pa.ArrowException, OSError)
+
+
+class CallEndedError(Exception):
+    """The call accepts no more batches."""
+
+
+class Feed(Protocol):
+    """Batches of one call with their `app_metadata`, all of one schema."""
+
+    def __iter__(self) -> Iterator[tuple[pa.RecordBatch, bytes]]:
+        """Return itself."""
+
+    def __next__(self) -> tuple[pa.RecordBatch, bytes]:
+        """Return the next batch; raise CallEndedError after `end`."""
+
+    def end(self) -> None:
+        """End a wait in `__next__`, after the end of the call."""
 
 
 class StreamWriter(threading.Thread):
@@ -35,12 +52,13 @@ class StreamWriter(threading.Thread):
         writer: Any,  # noqa: ANN401
         reader: Any,  # noqa: ANN401
         first: tuple[pa.RecordBatch, bytes],
-        rest: Iterator[tuple[pa.RecordBatch, bytes]],
+        rest: Feed,
         region: Region | None,
     ) -> None:
         super().__init__(name="iskander-feeder", daemon=True)
         self._writer = writer
         self._reader = reader
+        self._rest = rest
         self._feed = itertools.chain([first], rest)
         self._schema = first[0].schema
         self._region = region
@@ -58,7 +76,7 @@ class StreamWriter(threading.Thread):
                 self._writer.begin(self._schema)
             for batch, metadata in self._feed:
                 self._write(batch, metadata)
-        except _CallEndedError:
+        except CallEndedError:
             return  # The reader receives the reason.
         except Exception as error:
             self.error = error
@@ -69,8 +87,6 @@ class StreamWriter(threading.Thread):
             self._reader.cancel()
 
     def _write(self, batch: pa.RecordBatch, metadata: bytes) -> None:
-        if not batch.schema.equals(self._schema):
-            raise ContractError("all batches of a stream have one schema; this batch has another")
         located = None if self._region is None else self._region.put(batch, metadata)
         self._is_shared.append(located is not None)
         self._sent += 1
@@ -97,8 +113,9 @@ class StreamWriter(threading.Thread):
     def finish(self) -> None:
         """Join the thread, and retrieve the call's error, which Arrow otherwise prints to stderr.
 
-        A blocked feed keeps its thread until it yields; the next write fails and ends the thread.
+        A blocked feed keeps its thread until it yields.
         """
+        self._rest.end()
         if self._region is not None:
             self._region.cancel_waits()
         self.join(JOIN_S)
@@ -107,14 +124,10 @@ class StreamWriter(threading.Thread):
                 self._writer.close()
 
 
-class _CallEndedError(Exception):
-    """The call accepts no more batches."""
-
-
 @contextlib.contextmanager
 def _call_may_end() -> Iterator[None]:
     """Separate errors of Flight from errors of the feed."""
     try:
         yield
     except FLIGHT_ERRORS as error:
-        raise _CallEndedError from error
+        raise CallEndedError from error

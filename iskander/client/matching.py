@@ -1,0 +1,605 @@
+"""Mapping of a table's columns to a model's inputs, with casts that lose nothing.
+
+A column is sent as it is if the server accepts its type. Otherwise it is cast: by type if every
+value fits, else value by value, and a value that would change is an error.
+
+Runs on: the caller's threads. Pure.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from iskander.client.model import ModelDescription
+from iskander.errors import ContractError
+
+VALUE_CHARACTERS_MAX = 100
+"""Characters of a value that an error repeats."""
+
+_EXTENSION = b"ARROW:extension:name"
+_BFLOAT16 = "iskander.bfloat16"
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_FLOATS = ("float16", "float32", "float64")
+_DIGITS = {"float16": 11, "float32": 24, "float64": 53}
+"""Bits of the integers that a float represents exactly."""
+_ALIASES = {"halffloat": "float16", "float": "float32", "double": "float64"}
+_ELEMENTS = {
+    pa.bool8(): "bool",
+    pa.utf8(): "utf8",
+    pa.large_utf8(): "utf8",
+    pa.string_view(): "utf8",
+    pa.binary(): "binary",
+    pa.large_binary(): "binary",
+    pa.binary_view(): "binary",
+    pa.date32(): "date32",
+    pa.date64(): "date64",
+}
+_CALENDAR = ("date", "timestamp")
+_CASTS = {
+    ("number", "number"), ("number", "decimal"), ("decimal", "number"), ("decimal", "decimal"),
+    ("text", "text"), ("bytes", "text"), ("calendar", "calendar"), ("time", "time"),
+    ("duration", "duration"),
+}  # fmt: skip
+"""Kinds of element types that have casts."""
+
+
+class Matching:
+    """Columns of one schema as the inputs of one model.
+
+    Columns that are no inputs are sent if the model's contract passes them through, and left out
+    otherwise.
+
+    Args:
+        model: The model.
+        schema: Schema of the batches.
+        columns: Name of a column of the batches for the name of an input, where they differ.
+            `a.b` is a field of the struct `a`.
+
+    Attributes:
+        schema: Schema of the batches that are sent.
+
+    Raises:
+        ContractError: A column is missing, ambiguous, or of a type without a lossless cast. The
+            fields are those of the first problem: `model`, `column`, `wanted`, `got`, `nearest`.
+    """
+
+    def __init__(
+        self,
+        model: ModelDescription,
+        schema: pa.Schema,
+        *,
+        columns: Mapping[str, str] | None = None,
+    ) -> None:
+        self._model = model
+        self._given = schema
+        self._columns = dict(columns or {})
+        self._problems: list[ContractError] = []
+        self._require_known(self._columns)
+        inputs = self._without_repeats([*self._inputs(), *self._groups()])
+        sent = [*inputs, *self._passed_through(inputs)]
+        # In the order of the given schema.
+        self._sent = sorted(sent, key=lambda each: each.path)
+        self._raise_problems()
+        self.schema = pa.schema([each.field for each in self._sent])
+        self._is_identity = [each.path for each in self._sent] == [
+            (index,) for index in range(len(schema))
+        ] and not any(each.is_changed for each in self._sent)
+
+    def apply(self, batch: pa.RecordBatch, *, first_row: int = 0) -> pa.RecordBatch:
+        """Return a batch with the columns that are sent.
+
+        Args:
+            batch: A batch of the schema.
+            first_row: Number of its first row, for errors.
+
+        Raises:
+            ContractError: A value has no exact value in the wanted type; also has the field `row`.
+        """
+        if not batch.schema.equals(self._given):
+            raise ContractError("all batches have one schema; this batch has another")
+        if self._is_identity:
+            return batch
+        columns = [self._column(each, batch, first_row) for each in self._sent]
+        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+
+    def _column(self, sent: _Sent, batch: pa.RecordBatch, first_row: int) -> Any:  # noqa: ANN401
+        array = _pick(batch, sent.path)
+        if sent.cast is None:
+            return array
+        try:
+            return sent.cast.convert(array)
+        except _LossError as error:
+            row = _first_lossy_row(sent.cast, array)
+            name, wanted = sent.source, _text(sent.field)
+            # Not as a Python object: nanoseconds need pandas.
+            value = _plain(array.slice(row, 1)).to_string(skip_new_lines=True)[1:-1]
+            has = f"row {first_row + row} has {value[:VALUE_CHARACTERS_MAX]}"
+            problem = f"column `{name}`: {has}, which {wanted} cannot represent exactly"
+            types = f"model `{self._model.name}` has {wanted}, got {_name(sent.cast.source)}"
+            raise ContractError(
+                f"{problem}; {types}; cast the column to accept the loss",
+                model=self._model.name,
+                column=name,
+                wanted=wanted,
+                got=_name(sent.cast.source),
+                row=first_row + row,
+            ) from error
+
+    def _require_known(self, columns: Mapping[str, str]) -> None:
+        model = self._model
+        known = [*model.input_types, *model.ranked_within]
+        if not isinstance(model.passthrough, str):
+            known += model.passthrough
+        for name in columns:
+            if name not in known:
+                nearest = _nearest(name, known)
+                text = f"`columns` names `{name}`, which is no input{_hint(nearest)}"
+                self._add(text, name, nearest=nearest)
+
+    def _inputs(self) -> Iterator[_Sent]:
+        wanted_all = self._model.input_types
+        if not len(self._given) and wanted_all:
+            names = ", ".join(f"`{name}`" for name in wanted_all)
+            self._add(f"the data has no columns; wanted {names}", next(iter(wanted_all)))
+            return
+        for name, declared in wanted_all.items():
+            found = self._find(name, declared)
+            wanted = _find_field(self._model.input_schema, name)
+            if found is None:
+                continue
+            path, field = found
+            if wanted is None:
+                yield _Sent(name, self._source(name), path, field, None)
+                continue
+            cast = None
+            if not _is_accepted(field, wanted.field, declared):
+                cast = _plan_cast(field, wanted.field, declared)
+                if cast is None:
+                    got = _text(field)
+                    column = self._source(name)
+                    text = f"column `{column}`: wanted {declared}, got {got}"
+                    self._add(text, column, wanted=declared, got=got)
+                    continue
+                field = cast.field
+            yield _Sent(name, self._source(name), path, field, cast)
+
+    def _groups(self) -> Iterator[_Sent]:
+        """The columns that rows are ranked within."""
+        for name in self._model.ranked_within:
+            found = None if not name else self._find(name, "a column that rows are ranked within")
+            if found is not None:
+                yield _Sent(name, self._source(name), found[0], found[1], None)
+
+    def _passed_through(self, sent: Sequence[_Sent]) -> Iterator[_Sent]:
+        """The columns that are sent because they are returned."""
+        passthrough, names = self._model.passthrough, {each.name for each in sent}
+        used = {each.path[0] for each in sent}
+        results = set(self._model.output_schema.names)
+        if passthrough == "all":
+            wanted = {self._given.names[i]: i for i in range(len(self._given)) if i not in used}
+        else:
+            listed = () if isinstance(passthrough, str) else passthrough
+            sources = {name: self._source(name) for name in listed if name not in names}
+            present = {name: source for name, source in sources.items() if self._count(source)}
+            wanted = {name: self._given.names.index(source) for name, source in present.items()}
+        for name, index in wanted.items():
+            field = self._given.field(index)
+            if self._count(field.name) > 1:
+                self._add(f"{self._count(field.name)} columns are named `{field.name}`", field.name)
+            elif name in names:
+                source = self._source(name)
+                text = f"column `{name}` cannot be returned: the input `{name}` is `{source}`"
+                self._add(text, name)
+            elif name in results:
+                text = f"column `{name}` would be returned and is also a result"
+                self._add(f"{text}; rename or drop it", name)
+            else:
+                yield _Sent(name, field.name, (index,), field.with_name(name), None)
+
+    def _without_repeats(self, sent: Sequence[_Sent]) -> list[_Sent]:
+        """Send each struct once, as a whole if no field of it is cast or renamed."""
+        kept: dict[tuple[str, tuple[int, ...]], _Sent] = {}
+        split = {each.path[0] for each in sent if len(each.path) > 1 and self._is_split(each)}
+        for each in sent:
+            if len(each.path) > 1 and each.path[0] not in split:
+                field = self._given.field(each.path[0])
+                whole = _Sent(field.name, field.name, each.path[:1], field, None)
+                kept.setdefault((whole.name, whole.path), whole)
+            else:
+                kept.setdefault((each.name, each.path), each)
+        return list(kept.values())
+
+    def _is_split(self, sent: _Sent) -> bool:
+        return sent.cast is not None or sent.name != sent.source
+
+    def _find(self, name: str, wanted: str) -> tuple[tuple[int, ...], pa.Field] | None:
+        source = self._source(name)
+        for repeated in (source, source.partition(".")[0]):
+            count = self._count(repeated)
+            if count > 1:
+                text = f"{count} columns are named `{repeated}`, which the model needs once"
+                self._add(text, repeated, wanted=wanted)
+                return None
+            if count:
+                break
+        found = _find_field(self._given, source)
+        if found is None:
+            nearest = _nearest(source, self._given.names)
+            text = f"column `{source}` is missing: wanted {wanted}{_hint(nearest)}"
+            self._add(text, source, wanted=wanted, nearest=nearest)
+            return None
+        return found.path, found.field.with_name(name)
+
+    def _source(self, name: str) -> str:
+        return self._columns.get(name, name)
+
+    def _count(self, name: str) -> int:
+        return len(self._given.get_all_field_indices(name))
+
+    def _add(
+        self,
+        problem: str,
+        column: str,
+        *,
+        wanted: str | None = None,
+        got: str | None = None,
+        nearest: str | None = None,
+    ) -> None:
+        model = self._model.name
+        self._problems.append(
+            ContractError(
+                problem, model=model, column=column, wanted=wanted, got=got, nearest=nearest
+            )
+        )
+
+    def _raise_problems(self) -> None:
+        if self._problems:
+            texts = "; ".join(problem.message for problem in self._problems)
+            text = f"the columns do not match model `{self._model.name}`: {texts}"
+            raise ContractError(text, **self._problems[0].fields)
+
+
+class _Sent(NamedTuple):
+    """A column that is sent: its name, its name and place in the given schema, and its cast."""
+
+    name: str
+    source: str
+    path: tuple[int, ...]
+    field: pa.Field
+    cast: _Cast | None
+
+    @property
+    def is_changed(self) -> bool:
+        return self.cast is not None or self.name != self.source
+
+
+class _Found(NamedTuple):
+    path: tuple[int, ...]
+    field: pa.Field
+
+
+class _Form(NamedTuple):
+    """Levels of a column's type, outermost first, and its innermost values.
+
+    Attributes:
+        levels: Size of each level of lists; None: rows of any length.
+        leaf: Field of the innermost values.
+        is_plain: Neither encoded in a way that the server rejects, nor a permuted tensor.
+    """
+
+    levels: tuple[int | None, ...]
+    leaf: pa.Field
+    is_plain: bool
+
+    @property
+    def element(self) -> str:
+        return _element(self.leaf)
+
+
+class _LossError(Exception):
+    """A value has no exact value in the target type."""
+
+
+class _Cast(NamedTuple):
+    """A cast of a column; values are compared after the way back if `is_checked`."""
+
+    source: pa.DataType
+    field: pa.Field
+    is_checked: bool
+
+    def convert(self, array: Any) -> Any:  # noqa: ANN401
+        """Cast an array, or raise `_LossError`."""
+        plain = _plain(array)
+        try:
+            result = _cast(plain, _storage_of(self.field.type), is_safe=not self.is_checked)
+            if self.is_checked:
+                back = _cast(result, plain.type, is_safe=True)
+                if not _equal(_leaves(back), _leaves(plain)):
+                    raise _LossError
+        except pa.ArrowInvalid as error:
+            raise _LossError from error
+        if isinstance(self.field.type, pa.BaseExtensionType):
+            return pa.ExtensionArray.from_storage(self.field.type, result)
+        return result
+
+
+def _find_field(schema: pa.Schema, name: str) -> _Found | None:
+    """Find a column by its dotted name, as the server does: the longest name wins."""
+    parent: Any = schema
+    path: list[int] = []
+    rest = name
+    while True:
+        head, index = rest, parent.get_field_index(rest)
+        while index < 0 and "." in head:
+            head = head.rpartition(".")[0]
+            index = parent.get_field_index(head)
+        if index < 0:
+            return None
+        field = parent.field(index)
+        path.append(index)
+        rest = rest[len(head) + 1 :]
+        if not rest:
+            return _Found(tuple(path), field)
+        if not pa.types.is_struct(field.type):
+            return None
+        parent = field.type
+
+
+def _pick(batch: pa.RecordBatch, path: tuple[int, ...]) -> Any:  # noqa: ANN401
+    array = batch.column(path[0])
+    for index in path[1:]:
+        array = pc.struct_field(array, [index])
+    return array
+
+
+def _is_accepted(field: pa.Field, wanted: pa.Field, declared: str) -> bool:
+    """Whether the server accepts a column as it is; see `arrow.values.is_sent_as`."""
+    given, form = _form(field), _form(wanted)
+    return given.is_plain and given.levels == form.levels and _admits(declared, given.element)
+
+
+def _admits(declared: str, element: str) -> bool:
+    """Whether an input of a declared type accepts values of an element type."""
+    inner = declared.rpartition("<")[2].partition(">")[0]
+    if inner == "number":
+        return _kind(element) == "number" or element == "bfloat16"
+    if inner in ("utf8", "binary"):
+        return element in ("utf8", "binary")
+    return inner in (element, _family(element))
+
+
+def _form(field: pa.Field) -> _Form:
+    kind = field.type
+    is_plain, is_encoded = True, False
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        field, is_encoded = pa.field("", kind.value_type), True
+    levels: list[int | None] = []
+    while _is_list(field.type) or pa.types.is_fixed_size_list(field.type):
+        is_sized = pa.types.is_fixed_size_list(field.type)
+        is_plain = is_plain and (is_sized or not (levels or is_encoded))
+        levels.append(field.type.list_size if is_sized else None)
+        field = field.type.value_field
+    kind = field.type
+    if isinstance(kind, pa.FixedShapeTensorType):
+        order = list(range(len(kind.shape)))
+        is_plain = is_plain and kind.permutation in (None, order)
+        levels += kind.shape
+        field = pa.field("", kind.value_type)
+    if pa.types.is_dictionary(kind):
+        values = pa.field("", kind.value_type)
+        # The server decodes dictionaries of numbers in lists of any length.
+        is_plain = is_plain and levels == [None] and _kind(_element(values)) != "text"
+        field = values
+    return _Form(tuple(levels), field, is_plain)
+
+
+def _is_list(kind: Any) -> bool:  # noqa: ANN401
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or _is_list_view(kind))
+
+
+def _is_list_view(kind: Any) -> bool:  # noqa: ANN401
+    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+
+
+def _element(field: pa.Field) -> str:
+    """The manifest's name of an element type; pyarrow's name for others."""
+    kind = field.type
+    if _extension_name(field) == _BFLOAT16:
+        return "bfloat16"
+    if kind in _ELEMENTS:
+        return _ELEMENTS[kind]
+    if pa.types.is_timestamp(kind):
+        return f"timestamp[{kind.unit}]"
+    return _name(kind)
+
+
+def _extension_name(field: pa.Field) -> str:
+    if isinstance(field.type, pa.BaseExtensionType):
+        return str(field.type.extension_name)
+    return str((field.metadata or {}).get(_EXTENSION, b""), "utf-8", "replace")
+
+
+def _family(element: str) -> str:
+    """`date`, `time`, `timestamp`, `duration`, `decimal` or another word."""
+    word = element.partition("[")[0].partition("(")[0]
+    return word.rstrip("0123456789")
+
+
+def _kind(element: str) -> str:
+    """The kind of an element type in `_CASTS`."""
+    if element in (*_INTEGERS, *_FLOATS, "bool"):
+        return "number"
+    if element in ("utf8", "binary"):
+        return "text"
+    family = _family(element)
+    if family in _CALENDAR:
+        return "calendar"
+    return "bytes" if family == "fixed_size_binary" else family
+
+
+def _plan_cast(field: pa.Field, wanted: pa.Field, declared: str) -> _Cast | None:
+    """Plan a cast to a type that the server accepts; None if there is none without loss."""
+    given, form = _form(field), _form(wanted)
+    is_null = pa.types.is_null(given.leaf.type)
+    is_tensor = isinstance(field.type, pa.FixedShapeTensorType)
+    if "bfloat16" in (given.element, form.element):
+        return None
+    if not _fit(given.levels, form.levels) and not (is_null and not given.levels):
+        return None
+    if is_tensor and not given.is_plain:
+        return None
+    storage = pa.bool_() if given.leaf.type == pa.bool8() else _storage_of(given.leaf.type)
+    source, leaf = _element(pa.field("", storage)), form.leaf.type
+    if _admits(declared, source):
+        leaf = storage
+    elif not is_null and (_kind(source), _kind(form.element)) not in _CASTS:
+        return None
+    elif pa.types.is_timestamp(leaf) and pa.types.is_timestamp(storage):
+        leaf = pa.timestamp(leaf.unit, storage.tz)
+    target = _nested(form.levels, leaf)
+    if is_tensor and given.levels == form.levels:
+        target = pa.fixed_shape_tensor(leaf, field.type.shape)
+    element = _element(pa.field("", leaf))
+    is_checked = not is_null and source != element and not _is_exact(source, element)
+    return _if_possible(_Cast(field.type, pa.field(field.name, target), is_checked))
+
+
+def _fit(given: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> bool:
+    """Whether lists can have the wanted sizes."""
+    return len(given) == len(wanted) and all(
+        left is None or right is None or left == right
+        for left, right in zip(given, wanted, strict=True)
+    )
+
+
+def _is_exact(source: str, target: str) -> bool:
+    """Whether a cast keeps every value or fails, so that no comparison is needed."""
+    if target in _INTEGERS or (target in _FLOATS and source == "bool"):
+        return _kind(source) in ("number", "decimal")
+    if target in _FLOATS and source in _FLOATS:
+        return _DIGITS[source] <= _DIGITS[target]
+    if target in _FLOATS and source in _INTEGERS:
+        return int(source.lstrip("uint")) <= _DIGITS[target]
+    if _kind(target) == "calendar":
+        return _family(target) == "timestamp"
+    pair = (_kind(source), _kind(target))
+    return pair in (("decimal", "decimal"), ("time", "time"), ("duration", "duration")) or (
+        _kind(target) == "text"
+    )
+
+
+def _if_possible(cast: _Cast) -> _Cast | None:
+    """Return a cast if pyarrow has it."""
+    try:
+        cast.convert(pa.nulls(0, cast.source))
+    except (pa.ArrowNotImplementedError, pa.ArrowTypeError, _LossError):
+        return None
+    return cast
+
+
+def _nested(levels: tuple[int | None, ...], leaf: Any) -> Any:  # noqa: ANN401
+    """Return lists of a type by their sizes."""
+    for size in reversed(levels):
+        leaf = pa.list_(leaf) if size is None else pa.list_(leaf, size)
+    return leaf
+
+
+def _storage_of(kind: Any) -> Any:  # noqa: ANN401
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+
+
+def _plain(array: Any) -> Any:  # noqa: ANN401
+    """Return an array without encoding and extension type, and list views as lists."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    elif pa.types.is_run_end_encoded(array.type):
+        array = pc.run_end_decode(array)
+    elif _is_list_view(array.type):
+        array = _lists(array)
+    if array.type == pa.bool8():
+        return array.storage.cast(pa.bool_())
+    return array.storage if isinstance(array.type, pa.BaseExtensionType) else array
+
+
+def _lists(array: Any) -> Any:  # noqa: ANN401
+    """Return list views as lists; pyarrow 26 casts them to invalid arrays."""
+    lengths = pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64())
+    offsets = pa.concat_arrays([pa.array([0], pa.int64()), pc.cumulative_sum(lengths)])
+    return pa.LargeListArray.from_arrays(offsets, array.flatten(), mask=array.is_null())
+
+
+def _cast(array: Any, target: Any, *, is_safe: bool) -> Any:  # noqa: ANN401
+    """Cast an array; pyarrow has few casts of float16, so most take a second step."""
+    source, wanted = _leaf_type(array.type), _leaf_type(target)
+    if pa.types.is_float16(source) and not pa.types.is_floating(wanted):
+        array = array.cast(_with_leaf(array.type, pa.float32()))
+    elif pa.types.is_float16(wanted) and not pa.types.is_floating(source):
+        step = _with_leaf(array.type, pa.float64())
+        array = _cast(array, step, is_safe=is_safe)
+    return array.cast(target, safe=is_safe)
+
+
+def _leaf_type(kind: Any) -> Any:  # noqa: ANN401
+    while _is_list(kind) or pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return kind
+
+
+def _with_leaf(kind: Any, leaf: Any) -> Any:  # noqa: ANN401
+    return _nested(_form(pa.field("", kind)).levels, leaf)
+
+
+def _leaves(array: Any) -> Any:  # noqa: ANN401
+    """Return the innermost values of an array."""
+    while _is_list(array.type) or pa.types.is_fixed_size_list(array.type):
+        array = array.flatten()
+    return array.cast(pa.float32()) if pa.types.is_float16(array.type) else array
+
+
+def _equal(left: Any, right: Any) -> bool:  # noqa: ANN401
+    """Whether arrays have equal values; NaN equals NaN."""
+    same = pc.equal(left, right)
+    if pc.all(same, min_count=0).as_py():
+        return True
+    if not pa.types.is_floating(left.type):
+        return False
+    both_nan = pc.and_(pc.is_nan(left), pc.is_nan(right))
+    return bool(pc.all(pc.or_(same, both_nan), min_count=0).as_py())
+
+
+def _first_lossy_row(cast: _Cast, array: Any) -> int:  # noqa: ANN401
+    """Find the first row that a cast would change, by bisection."""
+    start, end = 0, len(array)
+    while end - start > 1:
+        middle = (start + end) // 2
+        try:
+            cast.convert(array.slice(start, middle - start))
+        except _LossError:
+            end = middle
+        else:
+            start = middle
+    return start
+
+
+def _nearest(name: str, names: Sequence[str]) -> str | None:
+    """Return the most similar name, without regard to case."""
+    by_lower = {each.lower(): each for each in names}
+    found = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
+    return by_lower[found[0]] if found else None
+
+
+def _hint(nearest: str | None) -> str:
+    return f"; the nearest is `{nearest}`" if nearest else ""
+
+
+def _text(field: pa.Field) -> str:
+    return "bfloat16" if _extension_name(field) == _BFLOAT16 else _name(field.type)
+
+
+def _name(kind: Any) -> str:  # noqa: ANN401
+    return _ALIASES.get(str(kind), str(kind))

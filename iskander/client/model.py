@@ -1,0 +1,235 @@
+"""A model of a server: its contract as schemas, and calls bound to its name.
+
+Runs on: the caller's threads. Pure, except for the calls of the client.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from iskander.errors import ProtocolError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelDescription:
+    """A model version as its server describes it. Hashed by identity, as a key of a cache.
+
+    Attributes:
+        name: Name of the model.
+        version: Version that the description is of.
+        ready: Whether the version has its workers.
+        backend: Backend that runs it.
+        max_batch_rows: Rows of a worker's batch.
+        limits: Limits of a client's batch: `rows`, `bytes`, `string_bytes`.
+        versions: Served versions of the model, lowest first.
+        aliases: Version of each alias.
+        input_schema: Columns of a batch that the model needs, with the type that has the least
+            conversion if an input accepts several.
+        output_schema: Result columns, without columns that are passed through.
+        input_types: Declared type of each input column, such as `number`; `a.b` is a field of the
+            struct `a`.
+        passthrough: Columns that are returned: `all`, `none`, or names.
+        ranked_within: For each rank among the results, the column with its groups; empty: all rows
+            of a batch.
+        metadata: All keys of the contract, as the server sends them.
+    """
+
+    name: str
+    version: str
+    ready: bool
+    backend: str
+    max_batch_rows: int
+    limits: Mapping[str, int]
+    versions: tuple[str, ...]
+    aliases: Mapping[str, str]
+    input_schema: pa.Schema
+    output_schema: pa.Schema
+    input_types: Mapping[str, str]
+    passthrough: str | tuple[str, ...]
+    ranked_within: tuple[str, ...]
+    metadata: Mapping[str, Any]
+
+
+def read_description(results: Sequence[bytes]) -> ModelDescription:
+    """Decode the results of the action `contract`.
+
+    Raises:
+        ProtocolError: They are not a contract; the server may be of another version.
+    """
+    try:
+        described, inputs, outputs = results
+        contract = json.loads(described)
+        passthrough = contract["passthrough"]
+        return ModelDescription(
+            name=contract["name"],
+            version=contract["version"],
+            ready=contract["ready"],
+            backend=contract["backend"],
+            max_batch_rows=contract["max_batch_rows"],
+            limits=contract["limits"],
+            versions=tuple(contract["versions"]),
+            aliases=contract["aliases"],
+            input_schema=_read_schema(inputs),
+            output_schema=_read_schema(outputs),
+            input_types=_input_types(contract["inputs"]),
+            passthrough=passthrough if isinstance(passthrough, str) else tuple(passthrough),
+            ranked_within=tuple(contract["ranked_within"]),
+            metadata=contract,
+        )
+    except (ValueError, LookupError, TypeError, OSError) as error:
+        text = f"the server's contract cannot be read: {type(error).__name__} {error}"
+        raise ProtocolError(f"{text}; it may be of another version") from None
+
+
+def _read_schema(message: bytes) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(message))
+
+
+def _input_types(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    types: dict[str, str] = {}
+    for entry in entries:
+        for name in entry.get("columns") or [entry["column"]]:
+            types.setdefault(name, entry["type"])
+    return types
+
+
+class Calls(Protocol):
+    """The calls of a client that a model uses; their results depend on the client."""
+
+    def score(
+        self,
+        model: str,
+        data: Any,  # noqa: ANN401
+        *,
+        version: str | None,
+        columns: Mapping[str, str] | None,
+        timeout_s: float | None,
+        terms: Mapping[str, Any] | None,
+    ) -> Any:  # noqa: ANN401
+        """Score a table."""
+
+    def stream(
+        self,
+        model: str,
+        batches: Any,  # noqa: ANN401
+        *,
+        version: str | None,
+        terms: Mapping[str, Any] | None,
+        timeout_s: float | None,
+    ) -> Any:  # noqa: ANN401
+        """Score a stream of batches."""
+
+
+class Model:
+    """A model of a server, with the calls of a client.
+
+    The description is of the time when the object was made.
+
+    Args:
+        client: Client of the server.
+        description: The model's description.
+        version: Version or alias of all calls; None: the server's routing decides.
+    """
+
+    def __init__(
+        self, client: Calls, description: ModelDescription, *, version: str | None = None
+    ) -> None:
+        self._client = client
+        self._version = version
+        self.description = description
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.description.name
+
+    @property
+    def input_schema(self) -> pa.Schema:
+        """Columns of a batch that the model needs."""
+        return self.description.input_schema
+
+    @property
+    def output_schema(self) -> pa.Schema:
+        """Result columns, without columns that are passed through."""
+        return self.description.output_schema
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Served versions, lowest first."""
+        return self.description.versions
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Version of each alias."""
+        return self.description.aliases
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """All keys of the contract, as the server sends them."""
+        return self.description.metadata
+
+    def score(
+        self,
+        data: Any,  # noqa: ANN401
+        *,
+        columns: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        terms: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Score a table with the client's `score`; see there."""
+        return self._client.score(
+            self.name,
+            data,
+            version=self._version,
+            columns=columns,
+            timeout_s=timeout_s,
+            terms=terms,
+        )
+
+    def stream(
+        self,
+        batches: Any,  # noqa: ANN401
+        *,
+        terms: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Score a stream of batches with the client's `stream`; see there."""
+        return self._client.stream(
+            self.name, batches, version=self._version, terms=terms, timeout_s=timeout_s
+        )
+
+    def __repr__(self) -> str:
+        rows = [(kind, f"{name}: {type_}") for kind, name, type_ in self._rows()]
+        return "\n".join([self._title(), *(f"  {kind:<6} {text}" for kind, text in rows)])
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows())
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        head = "<tr><th></th><th>column</th><th>type</th></tr>"
+        caption = f"<caption>{escape(self._title())}</caption>"
+        return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
+
+    def _title(self) -> str:
+        each = self.description
+        aliases = "".join(f", {name} = {version}" for name, version in each.aliases.items())
+        state = "ready" if each.ready else "not ready"
+        served = f"versions {', '.join(each.versions)}{aliases}"
+        return f"Model {each.name}, version {each.version} ({each.backend}, {state}; {served})"
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Each column with its direction, name and type."""
+        each = self.description
+        rows = [("input", name, declared) for name, declared in each.input_types.items()]
+        rows += [("output", field.name, str(field.type)) for field in each.output_schema]
+        if each.passthrough != "none":
+            listed = each.passthrough
+            names = "all other columns" if isinstance(listed, str) else ", ".join(listed)
+            rows.append(("output", names, "as sent"))
+        return rows

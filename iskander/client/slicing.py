@@ -1,0 +1,232 @@
+"""Cuts and joins record batches to a server's limits on rows and bytes.
+
+Cuts are slices without a copy, except of columns of text views or list views: a slice of such a
+column has the text or elements of all rows, so those of its own rows are copied. A view inside
+another type is not copied and counts as a whole.
+
+Runs on: the caller's threads. Pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from iskander.errors import LimitExceeded
+
+ROWS_MIN = 8192
+"""Batches with fewer rows are joined with their neighbours."""
+VIEW_BYTES_MIN = 1 << 16
+"""Views are copied above this size of a batch; below it, unused bytes are not worth a copy."""
+
+
+def slices(
+    batches: Iterable[pa.RecordBatch],
+    *,
+    rows_max: int,
+    bytes_max: int,
+    string_bytes_max: int | None = None,
+    rows_min: int = ROWS_MIN,
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of batches, in order, in batches within the limits.
+
+    Args:
+        batches: Batches of one schema.
+        rows_max: Rows of a batch, `limits.rows` of the server.
+        bytes_max: Bytes of a batch, `limits.bytes` of the server.
+        string_bytes_max: Bytes of the strings of a batch, `limits.string_bytes` of the server.
+        rows_min: Smaller batches are joined to this number of rows; 0: none are joined.
+
+    Returns:
+        Batches with rows; one without rows if there are batches and none has rows.
+
+    Raises:
+        LimitExceeded: One row alone exceeds a limit on bytes.
+    """
+    limits = _Limits(rows_max, bytes_max, string_bytes_max)
+    # A bitmap of nulls for all rows makes a joined batch at most twice as large as its parts.
+    joined = _Limits(rows_max, max(bytes_max // 2, 1), string_bytes_max)
+    pending: list[pa.RecordBatch] = []
+    size = _NOTHING
+    empty: pa.RecordBatch | None = None
+    has_rows, row = False, 0
+    for batch in batches:
+        if not batch.num_rows:
+            empty = batch
+            continue
+        has_rows = True
+        for part in _cut(batch, limits, row):
+            if pending and joined.factor(size.plus(part.size)) > 1:
+                yield from _join(pending)
+                pending, size = [], _NOTHING
+            pending.append(part.batch)
+            size = size.plus(part.size)
+            if size.rows >= rows_min:
+                yield from _join(pending)
+                pending, size = [], _NOTHING
+        row += batch.num_rows
+    yield from _join(pending)
+    if empty is not None and not has_rows:
+        yield empty
+
+
+class _Size(NamedTuple):
+    rows: int
+    bytes: int
+    string_bytes: int
+
+    def plus(self, other: _Size) -> _Size:
+        return _Size(
+            self.rows + other.rows,
+            self.bytes + other.bytes,
+            self.string_bytes + other.string_bytes,
+        )
+
+
+_NOTHING = _Size(0, 0, 0)
+
+
+class _Part(NamedTuple):
+    batch: pa.RecordBatch
+    size: _Size
+
+
+class _Limits(NamedTuple):
+    rows: int
+    bytes: int
+    string_bytes: int | None
+
+    def factor(self, size: _Size) -> int:
+        """Return the number of batches that a size needs; 1 if it is within the limits."""
+        pairs = [(size.rows, self.rows), (size.bytes, self.bytes)]
+        if self.string_bytes is not None:
+            pairs.append((size.string_bytes, self.string_bytes))
+        return max(-(-count // limit) for count, limit in pairs)
+
+    def require_row(self, size: _Size, row: int) -> None:
+        """Raise LimitExceeded if the size of one row is above a limit."""
+        named = [("bytes", size.bytes, self.bytes)]
+        if self.string_bytes is not None:
+            named.append(("string_bytes", size.string_bytes, self.string_bytes))
+        for name, count, limit in named:
+            if count > limit:
+                text = f"row {row} alone has {count} {name.replace('_', ' ')}, "
+                text += f"limit {limit} (`limits.{name}`)"
+                raise LimitExceeded(text, row=row, wanted=limit, got=count)
+
+
+def _cut(batch: pa.RecordBatch, limits: _Limits, row: int) -> Iterator[_Part]:
+    """Yield parts of a batch within the limits; `row` is the number of its first row."""
+    rows = batch.num_rows
+    if rows <= limits.rows:
+        part = _measured(batch, limits)
+        count = limits.factor(part.size)
+        if count <= 1:
+            yield part
+            return
+        if rows == 1:
+            limits.require_row(part.size, row)
+        batch = part.batch
+    else:
+        count = -(-rows // limits.rows)
+    length = -(-rows // min(count, rows))
+    for start in range(0, rows, length):
+        yield from _cut(batch.slice(start, length), limits, row + start)
+
+
+def _join(batches: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    if len(batches) > 1:
+        # Dictionaries may not fit one index type together, and some types cannot be joined.
+        with contextlib.suppress(pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            batches = [pa.concat_batches(batches)]
+    yield from batches
+
+
+def _measured(batch: pa.RecordBatch, limits: _Limits) -> _Part:
+    """Return a batch and its size; unused bytes of views are dropped if that may matter."""
+    size = _size(batch)
+    is_large = size.bytes > VIEW_BYTES_MIN or limits.factor(size) > 1
+    if is_large and any(_is_view(field.type) for field in batch.schema):
+        columns = [_compact(column) for column in batch.columns]
+        batch = pa.RecordBatch.from_arrays(columns, schema=batch.schema)
+        size = _size(batch)
+    return _Part(batch, size)
+
+
+def _size(batch: pa.RecordBatch) -> _Size:
+    """Bytes of a batch's message, and of its strings."""
+    message_bytes = pa.ipc.get_record_batch_size(batch)
+    return _Size(batch.num_rows, message_bytes, sum(map(_string_bytes, batch.columns)))
+
+
+def _compact(column: Any) -> Any:  # noqa: ANN401
+    """Return a column of views with the text or elements of its own rows only."""
+    if _is_list_view(column.type):
+        return pa.concat_arrays([column])
+    if not _is_text_view(column.type):
+        return column
+    plain = pa.large_utf8() if pa.types.is_string_view(column.type) else pa.large_binary()
+    return column.cast(plain).cast(column.type)
+
+
+def _is_view(kind: Any) -> bool:  # noqa: ANN401
+    return _is_text_view(kind) or _is_list_view(kind)
+
+
+def _is_list_view(kind: Any) -> bool:  # noqa: ANN401
+    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+
+
+def _is_text_view(kind: Any) -> bool:  # noqa: ANN401
+    return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
+
+
+def _string_bytes(array: Any) -> int:  # noqa: ANN401
+    """Bytes of the strings of an array when decoded, at any depth; of views a little more."""
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _string_bytes(array.storage)
+    if _is_text(kind):
+        return int(pc.sum(pc.binary_length(array)).as_py() or 0)
+    if _is_text_view(kind):
+        return int(array.nbytes)
+    if pa.types.is_dictionary(kind):
+        return _dictionary_string_bytes(array)
+    return sum(map(_string_bytes, _children(array)))
+
+
+def _children(array: Any) -> list[Any]:  # noqa: ANN401
+    """Return the decoded values of a list or of runs, or the fields of a map or struct."""
+    kind = array.type
+    if pa.types.is_run_end_encoded(kind):
+        return [] if pa.types.is_primitive(kind.value_type) else [pc.run_end_decode(array)]
+    if pa.types.is_union(kind) or not kind.num_fields:
+        return []
+    if pa.types.is_map(array.type):
+        start, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
+        return [each.slice(start, end - start) for each in (array.keys, array.items)]
+    children = array.flatten()
+    return children if isinstance(children, list) else [children]
+
+
+def _dictionary_string_bytes(array: Any) -> int:  # noqa: ANN401
+    values = _plain_text(array.dictionary)
+    if values is None:
+        return 0
+    lengths = pc.binary_length(values)
+    return int(pc.sum(lengths.take(array.indices).cast(pa.int64())).as_py() or 0)
+
+
+def _plain_text(values: Any) -> Any | None:  # noqa: ANN401
+    """Return text in a layout whose lengths pyarrow can compute; None if it is no text."""
+    if _is_text_view(values.type):
+        return values.cast(pa.large_binary())
+    return values if _is_text(values.type) else None
+
+
+def _is_text(kind: Any) -> bool:  # noqa: ANN401
+    return kind in (pa.utf8(), pa.large_utf8(), pa.binary(), pa.large_binary())

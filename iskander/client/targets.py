@@ -1,0 +1,347 @@
+"""Gateways of a client: selection by outstanding rows, health, and age of connections.
+
+    pick     ->  the ready target with the fewest outstanding rows
+    release  ->  ends its use; a target is left after a failure of its gateway
+
+A target that was left gets no calls until a probe finds it ready, unless all targets were left.
+
+Runs on: the caller's threads. With several targets, a daemon thread probes those that were left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from iskander import clock
+from iskander.client.retry import is_gateway_failure
+from iskander.errors import ConfigError, IskanderError, NotReady
+
+AGE_S = 1800.0
+"""Age at which a connection is replaced, so that new nodes behind one name get calls."""
+_AGE_JITTER = 0.2
+PROBE_TIMEOUT_S = 2.0
+_PROBE_FIRST_S = 0.1
+_PROBE_MAX_S = 5.0
+_AGAIN_S = 30.0
+"""Wait after a failed lookup or a failed replacement."""
+_JOIN_S = 1.0
+
+
+class Address(NamedTuple):
+    """Address of a gateway.
+
+    Attributes:
+        text: `HOST:PORT` or `unix:PATH`.
+        name: Host name in the server's certificate, if the host is a resolved IP address.
+    """
+
+    text: str
+    name: str | None = None
+
+
+class Connection(Protocol):
+    """What a target needs of a connection."""
+
+    def close(self) -> None:
+        """Close it."""
+
+    def health(self, timeout_s: float) -> dict[str, Any]:
+        """Return the readiness of the gateway."""
+
+
+class Opened:
+    """A connection, and the leases that use it."""
+
+    __slots__ = ("connection", "expires_ns", "is_retired", "leases")
+
+    def __init__(self, connection: Any, expires_ns: int) -> None:  # noqa: ANN401
+        self.connection = connection
+        self.expires_ns = expires_ns
+        self.leases: set[Lease] = set()
+        self.is_retired = False
+
+
+class Target:
+    """A gateway. `left_ns` is the time of its next probe, or None while it is ready."""
+
+    __slots__ = ("address", "left_ns", "opened", "probes")
+
+    def __init__(self, address: Address, opened: Opened) -> None:
+        self.address = address
+        self.opened = opened
+        self.left_ns: int | None = None
+        self.probes = 0
+
+    @property
+    def rows(self) -> int:
+        """Outstanding rows."""
+        return sum(lease.rows for lease in self.opened.leases.copy())
+
+
+class Lease:
+    """Use of a target by one attempt of a call; a stream updates its outstanding `rows`."""
+
+    __slots__ = ("opened", "rows", "target")
+
+    def __init__(self, target: Target, rows: int) -> None:
+        self.target = target
+        self.opened = target.opened
+        self.rows = rows
+
+    @property
+    def connection(self) -> Any:  # noqa: ANN401
+        """The connection to use."""
+        return self.opened.connection
+
+
+class Targets:
+    """Gateways of a client.
+
+    Args:
+        addresses: `HOST:PORT` or `unix:PATH`, at least one.
+        connect: Opens a connection to an address.
+        is_resolved: Make one target of each IP address of a host name, and look names up again
+            after `age_s`.
+        age_s: Age at which connections are replaced, less a random part of up to a fifth.
+        now_ns: Clock.
+        look_up: `socket.getaddrinfo`.
+
+    Raises:
+        ConfigError: There is no address, or one has no port.
+        NotReady: A host name cannot be resolved.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        connect: Callable[[Address], Connection],
+        *,
+        is_resolved: bool = False,
+        age_s: float = AGE_S,
+        now_ns: Callable[[], int] = clock.now_ns,
+        look_up: Callable[..., Iterable[Any]] = socket.getaddrinfo,
+    ) -> None:
+        if not addresses:
+            raise ConfigError("a client has no address; the minimum is one")
+        self._connect = connect
+        self._age_s = age_s
+        self._now_ns = now_ns
+        self._look_up = look_up
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._names = [text for text in addresses if is_resolved and _is_name(text)]
+        fixed = [Address(text) for text in addresses if text not in self._names]
+        self._fixed = tuple(dict.fromkeys(fixed))
+        self._lookup_ns: int | None = None
+        self._targets = [self._open(address) for address in self._addresses()]
+        if self._names:
+            self._lookup_ns = now_ns() + _ns(age_s)
+            with self._changed:
+                self._ensure_thread()
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def pick(self, rows: int = 0, *, avoid: Target | None = None) -> Lease:
+        """Lease the ready target with the fewest outstanding rows.
+
+        Args:
+            rows: Rows of the call.
+            avoid: Target of the failed attempt before this one; used only if it is the only one.
+        """
+        targets = self._targets
+        target = targets[0] if len(targets) == 1 else _least_loaded(targets, avoid)
+        retired = None
+        with self._changed:
+            if self._now_ns() >= target.opened.expires_ns and not self._is_closed:
+                retired = self._replace(target)
+            lease = Lease(target, rows)
+            lease.opened.leases.add(lease)
+        if retired is not None:
+            self._retire(retired)
+        return lease
+
+    def release(self, lease: Lease, error: BaseException | None = None) -> None:
+        """End a lease; `error` is the failure of its attempt."""
+        opened, target = lease.opened, lease.target
+        is_failure = error is not None and is_gateway_failure(error)
+        with self._changed:
+            opened.leases.discard(lease)
+            is_unused = opened.is_retired and not opened.leases
+            if is_failure and len(self._targets) > 1 and target.left_ns is None:
+                target.probes = 0
+                target.left_ns = self._now_ns() + _ns(_PROBE_FIRST_S)
+                self._ensure_thread()
+                self._changed.notify_all()
+        if is_unused:
+            opened.connection.close()
+
+    def close(self) -> None:
+        """Close all connections and end the thread."""
+        with self._changed:
+            self._is_closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        for target in self._targets:
+            target.opened.connection.close()
+        if thread is not None:
+            thread.join(_JOIN_S)
+
+    def tend(self) -> float | None:
+        """Probe the targets that were left, and look names up, each if it is due.
+
+        Returns:
+            Seconds until more is due; None: nothing is.
+        """
+        if self._lookup_ns is not None and self._now_ns() >= self._lookup_ns:
+            self._lookup_ns = self._now_ns() + _ns(min(self._age_s, _AGAIN_S))
+            with contextlib.suppress(NotReady):  # The targets stay as they are.
+                self._update(self._addresses())
+                self._lookup_ns = self._now_ns() + _ns(self._age_s)
+        for target in self._targets:
+            if target.left_ns is not None and self._now_ns() >= target.left_ns:
+                self._probe(target)
+        return self._wait_s()
+
+    def _probe(self, target: Target) -> None:
+        lease = Lease(target, 0)
+        with self._changed:
+            lease.opened.leases.add(lease)
+        is_ready = False
+        with contextlib.suppress(IskanderError):
+            is_ready = bool(lease.connection.health(PROBE_TIMEOUT_S)["ready"])
+        target.probes += 1
+        wait_s = min(_PROBE_FIRST_S * 2.0**target.probes, _PROBE_MAX_S)
+        due_ns = self._now_ns() + _ns(wait_s * random.uniform(0.8, 1.2))
+        target.left_ns = None if is_ready else due_ns
+        self.release(lease)
+
+    def _replace(self, target: Target) -> Opened | None:
+        """Replace the connection of a target; return the old one."""
+        old = target.opened
+        try:
+            target.opened = self._opened(target.address)
+        except ConfigError:  # A TLS file cannot be read now.
+            old.expires_ns = self._now_ns() + _ns(_AGAIN_S)
+            return None
+        return old
+
+    def _update(self, addresses: Sequence[Address]) -> None:
+        """Add new targets, and retire those that are not listed any more."""
+        known = {target.address: target for target in self._targets}
+        targets = [known.get(each) or self._open(each) for each in addresses]
+        with self._changed:
+            self._targets = targets
+        for address in known.keys() - set(addresses):
+            self._retire(known[address].opened)
+
+    def _retire(self, opened: Opened) -> None:
+        """Close a connection now, or with its last lease."""
+        with self._changed:
+            opened.is_retired = True
+            is_unused = not opened.leases
+        if is_unused:
+            opened.connection.close()
+
+    def _open(self, address: Address) -> Target:
+        return Target(address, self._opened(address))
+
+    def _opened(self, address: Address) -> Opened:
+        age_s = self._age_s * random.uniform(1 - _AGE_JITTER, 1)
+        return Opened(self._connect(address), self._now_ns() + _ns(age_s))
+
+    def _addresses(self) -> list[Address]:
+        """Return the fixed addresses, then those of the names."""
+        found = dict.fromkeys(self._fixed)
+        for text in self._names:
+            found.update(dict.fromkeys(resolve(text, self._look_up)))
+        return list(found)
+
+    def _wait_s(self) -> float | None:
+        due = [target.left_ns for target in self._targets if target.left_ns is not None]
+        if self._lookup_ns is not None:
+            due.append(self._lookup_ns)
+        return max(min(due) - self._now_ns(), 0) / clock.NS_PER_S if due else None
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None and not self._is_closed:
+            self._thread = threading.Thread(target=self._run, name="iskander-targets", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self.tend()
+            with self._changed:
+                wait_s = self._wait_s()
+                if wait_s is None or self._is_closed:
+                    self._thread = None
+                    return
+                self._changed.wait(wait_s)
+
+
+class Route:
+    """Targets of the attempts of one call: each avoids the target of the failed one before it."""
+
+    __slots__ = ("_avoid", "_targets")
+
+    def __init__(self, targets: Targets) -> None:
+        self._targets = targets
+        self._avoid: Target | None = None
+
+    def begin(self, rows: int) -> Lease:
+        """Lease a target for an attempt."""
+        return self._targets.pick(rows, avoid=self._avoid)
+
+    def end(self, lease: Lease, error: BaseException | None = None) -> None:
+        """End an attempt."""
+        if error is not None:
+            self._avoid = lease.target
+        self._targets.release(lease, error)
+
+
+def resolve(text: str, look_up: Callable[..., Iterable[Any]]) -> list[Address]:
+    """Return an address of each IP address of a host.
+
+    Raises:
+        NotReady: The name cannot be resolved.
+    """
+    host, _, port = text.rpartition(":")
+    try:
+        found = look_up(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise NotReady(f"the host name of {text} cannot be resolved: {error}") from error
+    hosts = sorted({entry[4][0] for entry in found})
+    return [Address(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}", host) for ip in hosts]
+
+
+def _is_name(text: str) -> bool:
+    """Whether the host of an address is a name, not an IP address or a path."""
+    host, _, port = text.rpartition(":")
+    if text.startswith("unix:"):
+        return False
+    if not host or not port:
+        raise ConfigError(f"invalid address {text}: expected HOST:PORT or unix:PATH")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return True
+    return False
+
+
+def _least_loaded(targets: Sequence[Target], avoid: Target | None) -> Target:
+    """Return the target with the fewest rows: ready if possible, not `avoid` if possible."""
+    ready = [target for target in targets if target.left_ns is None]
+    wanted = ready or targets
+    others = [target for target in wanted if target is not avoid]
+    return min(others or wanted, key=lambda target: (target.rows, random.random()))
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * clock.NS_PER_S)

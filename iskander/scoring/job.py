@@ -1,0 +1,164 @@
+"""Description of one scoring job: model, inputs, output and options.
+
+Pure. Runs in: the operator's tool.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, Final
+
+from iskander.errors import ConfigError
+
+STREAM = "-"
+"""The input or output that is an Arrow IPC stream on standard input or output."""
+QUARANTINE: Final = "quarantine="
+OVERWRITES: Final = ("error", "append", "replace")
+BATCH_ROWS_MAX: Final = 1 << 24
+CONCURRENCY_MAX: Final = 256
+UNIT_BYTES: Final = 128 << 20
+FILE_BYTES: Final = 256 << 20
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One scoring job.
+
+    Attributes:
+        model: Name of the model.
+        version: Version of the model; None is the version that the server selects at the plan.
+        inputs: Paths, globs, folders, URIs, or `-`.
+        output: Path or URI, or `-`.
+        columns: Column of the input for each input column of the model that has another name.
+        keep: Columns of the input in the output, beside the results; None keeps all columns.
+        filter: Condition on the input's rows; other rows do not reach the output.
+        limit: Number of rows to score, in the order of the plan and after the filter.
+        batch_rows: Rows of one record batch.
+        concurrency: Units that are scored at the same time, each on one stream.
+        unit_bytes: Approximate input bytes of one unit.
+        on_error: `fail`, `null`, or `quarantine=FOLDER`.
+        partition_by: Columns of the output that become hive folders.
+        sort_by: Columns that order the whole output.
+        file_bytes: Approximate bytes of one output file.
+        compression: Compression of the output; None is the default of its format.
+        overwrite: `error`, `append` or `replace`, if the output exists.
+        resume: Require finished units of an earlier run in the state folder.
+        restart: Delete the state of an earlier run.
+        state: State folder; None is the default of `state_folder`.
+    """
+
+    model: str
+    inputs: tuple[str, ...]
+    output: str
+    version: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    keep: tuple[str, ...] | None = None
+    filter: str | None = None
+    limit: int | None = None
+    batch_rows: int = 8192
+    concurrency: int = 4
+    unit_bytes: int = UNIT_BYTES
+    on_error: str = "fail"
+    partition_by: tuple[str, ...] = ()
+    sort_by: tuple[str, ...] = ()
+    file_bytes: int = FILE_BYTES
+    compression: str | None = None
+    overwrite: str = "error"
+    resume: bool = False
+    restart: bool = False
+    state: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check each option and the options that exclude each other."""
+        _check(bool(self.model), "model is empty; give the name of a model")
+        _check(bool(self.inputs), "no input; give at least one file, folder, table or `-`")
+        _check(all(self.inputs), "an input is empty; give a file, folder, table or `-`")
+        _check(bool(self.output), "output is empty; give a file, folder, table or `-`")
+        _check_range("limit", self.limit, 1, None)
+        _check_range("batch_rows", self.batch_rows, 1, BATCH_ROWS_MAX)
+        _check_range("concurrency", self.concurrency, 1, CONCURRENCY_MAX)
+        _check_range("unit_bytes", self.unit_bytes, 1, None)
+        _check_range("file_bytes", self.file_bytes, 1, None)
+        _check(
+            self.on_error in ("fail", "null") or bool(self.quarantine),
+            f"on_error is {self.on_error!r}; expected fail, null or quarantine=FOLDER",
+        )
+        _check(
+            self.overwrite in OVERWRITES,
+            f"overwrite is {self.overwrite!r}; expected {', '.join(OVERWRITES)}",
+        )
+        _check(not (self.resume and self.restart), "resume and restart exclude each other")
+        _check(
+            STREAM not in self.inputs or len(self.inputs) == 1,
+            "standard input (`-`) cannot be combined with other inputs",
+        )
+        _check(
+            not (self.resume and self.is_stream),
+            "resume needs files or tables; a stream (`-`) cannot be read or written twice",
+        )
+
+    @property
+    def quarantine(self) -> str | None:
+        """Folder for the rows that the server rejects; None unless `on_error` names one."""
+        if self.on_error.startswith(QUARANTINE):
+            return self.on_error.removeprefix(QUARANTINE)
+        return None
+
+    @property
+    def is_stream(self) -> bool:
+        """True if the input or the output is a stream, so that the job cannot be resumed."""
+        return STREAM in (*self.inputs, self.output)
+
+    @property
+    def state_folder(self) -> str:
+        """Folder for the plan and the journal.
+
+        By default it is `_iskander/NAME` beside a local output, and in the working folder for any
+        other output. Its name does not contain the fingerprint: a changed job finds the state of
+        the earlier one and is rejected, instead of writing beside it.
+        """
+        if self.state is not None:
+            return self.state
+        if _SCHEME.match(self.output) or self.output == STREAM:
+            digest = hashlib.sha256(self.output.encode("utf-8", "surrogatepass")).hexdigest()
+            label = re.sub(r"[^A-Za-z0-9]+", "-", self.output).strip("-")[-40:]
+            return str(PurePath("_iskander", f"{label or 'stream'}-{digest[:8]}"))
+        path = PurePath(self.output)
+        return str(path.parent / "_iskander" / (path.name or "output"))
+
+    def fingerprinted(self) -> dict[str, Any]:
+        """Return the options that change results or the files of the output.
+
+        The inputs are not among them, because the snapshot of the source describes what they
+        contain. Batch size, concurrency, and the policy for an existing output are not either.
+        """
+        return {
+            "output": self.output,
+            "columns": dict(self.columns),
+            "keep": None if self.keep is None else list(self.keep),
+            "filter": self.filter,
+            "limit": self.limit,
+            "unit_bytes": self.unit_bytes,
+            "on_error": self.on_error,
+            "partition_by": list(self.partition_by),
+            "sort_by": list(self.sort_by),
+            "file_bytes": self.file_bytes,
+            "compression": self.compression,
+        }
+
+
+def _check(is_valid: bool, text: str) -> None:
+    if not is_valid:
+        raise ConfigError(text)
+
+
+def _check_range(name: str, value: int | None, low: int, high: int | None) -> None:
+    if value is None:
+        return
+    _check(value >= low, f"{name} is {value}; expected at least {low}")
+    _check(high is None or value <= high, f"{name} is {value}; expected at most {high}")

@@ -1,0 +1,120 @@
+"""Inputs of scoring jobs: files, Delta tables, Iceberg tables, and standard input.
+
+Imports pyarrow; the libraries of table formats are loaded only for their tables.
+Runs in: the operator's tool, threads of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import pyarrow as pa
+
+from iskander.scoring.errors import SourceError
+from iskander.scoring.filters import Filter
+from iskander.scoring.job import STREAM, UNIT_BYTES
+from iskander.scoring.plan import Unit
+
+
+class Source(Protocol):
+    """An input in a frozen state, cut into units.
+
+    All methods may be called from several threads; one unit is read by one thread.
+    """
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns of the input, with those of hive folders at the end."""
+
+    @property
+    def snapshot(self) -> dict[str, str]:
+        """State of the input: equal snapshots have equal rows in equal units."""
+
+    @property
+    def is_resumable(self) -> bool:
+        """True if a unit can be read again in another process."""
+
+    def units(self) -> list[Unit]:
+        """Return the units in a deterministic order; at least one, which may have no rows."""
+
+    def count(self, unit: Unit, filter: Filter | None) -> int:
+        """Count the rows of a unit after the filter; reads the filter's columns at most."""
+
+    def read(
+        self, unit: Unit, columns: Sequence[str] | None, filter: Filter | None, batch_rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        """Read the rows of a unit in order.
+
+        Each batch has `batch_rows` rows, except the last one, whatever the sizes of row groups are
+        and whatever the filter removes. A unit without rows gives no batch.
+
+        Args:
+            unit: A unit of this source, with or without `rows_max`.
+            columns: Columns to read, in this order; None for all.
+            filter: Condition of the rows; its columns need not be in `columns`.
+            batch_rows: Rows of a batch.
+
+        Raises:
+            SourceChanged: The data is not what was planned. It can come after the last batch, so
+                that no result counts before the iterator has ended.
+        """
+
+    def close(self) -> None:
+        """Release files and connections; safe to repeat."""
+
+
+def open_source(
+    inputs: Sequence[str],
+    *,
+    unit_bytes: int = UNIT_BYTES,
+    types: Mapping[str, pa.DataType] | None = None,
+) -> Source:
+    """Open the inputs of a job and freeze their state.
+
+    Args:
+        inputs: Files, globs, folders and URIs of files; or one table; or `-`.
+        unit_bytes: Approximate bytes of one unit.
+        types: Types for columns of CSV files, which have none of their own. Other columns get the
+            types that their first rows suggest.
+
+    Raises:
+        SourceError: An input does not exist or cannot be read, or the inputs do not fit together.
+    """
+    first = inputs[0]
+    is_table = [is_delta(each) or each.startswith(ICEBERG) or each == STREAM for each in inputs]
+    if len(inputs) > 1 and any(is_table):
+        table = inputs[is_table.index(True)]
+        raise SourceError(
+            f"{table} cannot be combined with other inputs; a job reads one table, or files"
+        )
+    if first == STREAM:
+        from iskander.scoring.sources.stream import StreamSource
+
+        return StreamSource()
+    if first.startswith(ICEBERG):
+        from iskander.scoring.sources.iceberg import IcebergSource
+
+        return IcebergSource(first, unit_bytes=unit_bytes)
+    if is_table[0]:
+        from iskander.scoring.sources.delta import DeltaSource
+
+        return DeltaSource(first, unit_bytes=unit_bytes)
+    from iskander.scoring.sources.files import FileSource
+
+    return FileSource(inputs, unit_bytes=unit_bytes, types=types)
+
+
+ICEBERG = "iceberg://"
+
+
+def is_delta(uri: str) -> bool:
+    """Whether an input is a Delta table: by its scheme, or a folder with a transaction log."""
+    from iskander.scoring.sources.places import locate
+
+    if uri.startswith("delta://"):
+        return True
+    if uri == STREAM or uri.startswith(ICEBERG):
+        return False
+    place = locate(uri)
+    return place.is_folder(place.path + "/_delta_log")

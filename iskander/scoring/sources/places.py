@@ -1,0 +1,296 @@
+"""Filesystems of inputs: URIs, globs, folders, and the state of one file.
+
+Runs in: the operator's tool, threads of one process.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import os
+import re
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from iskander.scoring.errors import SourceChanged, SourceError
+
+FILES_MAX: Final = 1_000_000
+"""Files of one job; the plan keeps a few hundred bytes for each."""
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/?]*)(.*)", re.DOTALL)
+_OPTIONS = re.compile(r"\?([a-z_]+=[^&]*(?:&[a-z_]+=[^&]*)*)$")
+_MAGIC = re.compile(r"[*?[]")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A path in a filesystem.
+
+    Attributes:
+        filesystem: Filesystem of pyarrow.
+        path: Path in it, without scheme and options, `/` between folders.
+        uri: Input as it was written.
+        prefix: Text before `path` in messages and locators: scheme and host, or nothing.
+    """
+
+    filesystem: pafs.FileSystem
+    path: str
+    uri: str
+    prefix: str = ""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the files are in the filesystem of this machine."""
+        return isinstance(self.filesystem, pafs.LocalFileSystem)
+
+    def is_folder(self, path: str) -> bool:
+        """Whether a folder exists at a path of the same filesystem."""
+        return bool(_info(self, path).type == pafs.FileType.Directory)
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """State of a file: equal stamps mean equal bytes.
+
+    Attributes:
+        bytes: Size of the file.
+        mtime_ns: Time of the last change; None if an ETag identifies the bytes, or if the files of
+            a table never change.
+        etag: ETag of an object store; None for other filesystems.
+    """
+
+    bytes: int
+    mtime_ns: int | None
+    etag: str | None
+
+    def matches(self, found: Stamp) -> bool:
+        """Whether a file in another state is still the planned one; None matches all values."""
+        return (
+            self.bytes == found.bytes
+            and self.mtime_ns in (None, found.mtime_ns)
+            and self.etag in (None, found.etag)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to the fields of a locator."""
+        if self.etag is not None:
+            return {"bytes": self.bytes, "etag": self.etag}
+        if self.mtime_ns is not None:
+            return {"bytes": self.bytes, "mtime_ns": self.mtime_ns}
+        return {"bytes": self.bytes}
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Stamp:
+        """Convert back from the fields of a locator."""
+        return Stamp(values["bytes"], values.get("mtime_ns"), values.get("etag"))
+
+
+def locate(uri: str) -> Place:
+    """Find the filesystem of an input.
+
+    The path of `file://` URIs is percent-decoded; keys of object stores are taken as they are, as
+    the stores' own tools do. Options of pyarrow follow a `?`, for example
+    `s3://bucket/key?endpoint_override=http://host:port`.
+
+    Raises:
+        SourceError: The scheme is unknown or its options are not valid.
+    """
+    match = _URI.match(uri)
+    if match is None:
+        path = os.path.abspath(uri).replace(os.sep, "/")
+        return Place(pafs.LocalFileSystem(), path, uri)
+    scheme, authority, rest = match.groups()
+    if scheme == "file":
+        path = os.path.abspath(urllib.parse.unquote(rest)).replace(os.sep, "/")
+        return Place(pafs.LocalFileSystem(), path, uri)
+    options = _OPTIONS.search(rest)
+    if options is not None:
+        rest = rest[: options.start()]
+    base = f"{scheme}://{authority}" + (f"?{_quoted(options[1])}" if options else "")
+    try:
+        filesystem, root = _filesystem(base)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError, KeyError) as error:
+        raise SourceError(f"{uri}: cannot open the filesystem: {error}") from error
+    path = f"{root.rstrip('/')}/{rest.lstrip('/')}".rstrip("/")
+    return Place(filesystem, path, uri, f"{scheme}://")
+
+
+def _quoted(options: str) -> str:
+    """Encode the values of options, which may contain a URI."""
+    pairs = [pair.partition("=") for pair in options.split("&")]
+    return "&".join(
+        f"{key}={urllib.parse.quote(urllib.parse.unquote(value), safe='')}"
+        for key, _, value in pairs
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _filesystem(base: str) -> tuple[pafs.FileSystem, str]:
+    """Open a filesystem once: finding the region of a bucket is a request."""
+    filesystem, root = pafs.FileSystem.from_uri(base)
+    return filesystem, root
+
+
+def expand(place: Place) -> tuple[list[pafs.FileInfo], str | None]:
+    """List the files of a path, a glob or a folder, sorted by path.
+
+    A path that exists is not a glob, whatever letters it has. In folders, names that begin with `_`
+    or `.` are left out, as other tools do: they belong to writers.
+
+    Returns:
+        The files, and the folder below which hive folders count; None if one file was named.
+
+    Raises:
+        SourceError: Nothing is there.
+    """
+    info = _info(place, place.path)
+    if info.type == pafs.FileType.File:
+        return [info], None
+    if info.type == pafs.FileType.Directory:
+        return _sorted(_below(place, place.path), place), place.path
+    if not _MAGIC.search(place.path):
+        raise SourceError(f"{place.uri}: no such file or folder", input=place.uri)
+    segments = place.path.split("/")
+    fixed = next(index for index, each in enumerate(segments) if _MAGIC.search(each))
+    base = "/".join(segments[:fixed])
+    found: dict[str, pafs.FileInfo] = {}
+    for each in _matches(place, base, segments[fixed:]):
+        if each.type == pafs.FileType.File:
+            found[each.path] = each
+        elif each.type == pafs.FileType.Directory:
+            found.update({inner.path: inner for inner in _below(place, each.path)})
+    return _sorted(list(found.values()), place), base
+
+
+def _sorted(files: list[pafs.FileInfo], place: Place) -> list[pafs.FileInfo]:
+    if not files:
+        raise SourceError(f"{place.uri}: no files", input=place.uri)
+    if len(files) > FILES_MAX:
+        raise SourceError(
+            f"{place.uri}: {len(files):,} files; a job reads at most {FILES_MAX:,}", input=place.uri
+        )
+    return sorted(files, key=lambda info: info.path)
+
+
+def _below(place: Place, folder: str) -> list[pafs.FileInfo]:
+    start = len(folder.rstrip("/")) + 1
+    return [
+        info
+        for info in _listed(place, folder, is_recursive=True)
+        if info.type == pafs.FileType.File
+        and not any(part.startswith(("_", ".")) for part in info.path[start:].split("/"))
+    ]
+
+
+def _matches(place: Place, folder: str, segments: list[str]) -> Iterator[pafs.FileInfo]:
+    """Expand the first segment of a glob in a folder, and the others below it."""
+    pattern, rest = segments[0], segments[1:]
+    if pattern == "**":
+        if rest:
+            yield from _matches(place, folder, rest)
+        for info in _listed(place, folder, is_recursive=False):
+            if info.base_name.startswith((".", "_")):
+                continue
+            if info.type == pafs.FileType.Directory:
+                yield from _matches(place, info.path, segments)
+            elif not rest:
+                yield info
+        return
+    for info in _listed(place, folder, is_recursive=False):
+        name = info.base_name
+        if not fnmatch.fnmatchcase(name, pattern):
+            continue
+        if name.startswith((".", "_")) and not pattern.startswith(name[0]):
+            continue
+        if not rest:
+            yield info
+        elif info.type == pafs.FileType.Directory:
+            yield from _matches(place, info.path, rest)
+
+
+def _listed(place: Place, folder: str, *, is_recursive: bool) -> list[pafs.FileInfo]:
+    selector = pafs.FileSelector(folder or "/", allow_not_found=True, recursive=is_recursive)
+    try:
+        found: list[pafs.FileInfo] = place.filesystem.get_file_info(selector)
+    except OSError as error:
+        raise SourceError(f"{place.uri}: cannot list {folder}: {error}") from error
+    return found
+
+
+def _info(place: Place, path: str) -> pafs.FileInfo:
+    try:
+        return place.filesystem.get_file_info(path)
+    except OSError as error:
+        raise SourceError(f"{place.uri}: cannot read {path}: {error}") from error
+
+
+def opened(filesystem: pafs.FileSystem, path: str) -> tuple[pa.NativeFile, Stamp]:
+    """Open a file for reading, with its state.
+
+    Raises:
+        SourceError: The file does not exist or cannot be read.
+    """
+    try:
+        file = filesystem.open_input_file(path)
+        return file, _stamp(filesystem, path, file)
+    except OSError as error:
+        raise SourceError(f"{path}: cannot read the file: {error}", file=path) from error
+
+
+def opened_as_planned(filesystem: pafs.FileSystem, path: str, planned: Stamp) -> pa.NativeFile:
+    """Open a file if its state is the planned one.
+
+    Raises:
+        SourceChanged: It is gone or has another state.
+    """
+    try:
+        file = filesystem.open_input_file(path)
+        found = _stamp(filesystem, path, file)
+    except FileNotFoundError as error:
+        raise SourceChanged(f"{path}: the file is gone since the plan", file=path) from error
+    except OSError as error:
+        raise SourceError(f"{path}: cannot read the file: {error}", file=path) from error
+    if not planned.matches(found):
+        file.close()
+        raise SourceChanged(
+            f"{path}: the file changed since the plan: {_difference(planned, found)}; "
+            "plan again with --restart",
+            file=path,
+        )
+    return file
+
+
+def check_unchanged(filesystem: pafs.FileSystem, path: str, planned: Stamp) -> None:
+    """Check the state of a file after it was read.
+
+    Raises:
+        SourceChanged: It is gone or has another state.
+    """
+    opened_as_planned(filesystem, path, planned).close()
+
+
+def _stamp(filesystem: pafs.FileSystem, path: str, file: pa.NativeFile) -> Stamp:
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        status = os.stat(path)
+        return Stamp(status.st_size, status.st_mtime_ns, None)
+    metadata = file.metadata() or {}
+    etag = metadata.get("ETag", metadata.get(b"ETag"))
+    if etag is not None:
+        return Stamp(file.size(), None, etag.decode() if isinstance(etag, bytes) else str(etag))
+    # The handler of Delta tables opens a file without a request, with the size from the log.
+    info = filesystem.get_file_info(path)
+    if info.type != pafs.FileType.File:
+        raise FileNotFoundError(f"no file {path}")
+    return Stamp(info.size, info.mtime_ns, None)
+
+
+def _difference(planned: Stamp, found: Stamp) -> str:
+    if planned.bytes != found.bytes:
+        return f"{planned.bytes:,} bytes were planned, it has {found.bytes:,}"
+    if planned.etag not in (None, found.etag):
+        return f"ETag {planned.etag} was planned, it has {found.etag}"
+    return "its modification time is another one"

@@ -1,0 +1,225 @@
+"""Retry policy: retryable errors, waits, the deadline of all attempts, and the retry budget."""
+
+from __future__ import annotations
+
+import pytest
+import stamina
+from pyarrow import flight
+
+from iskander.client.retry import (
+    OFF,
+    Attempts,
+    Deadline,
+    Retry,
+    RetryBudget,
+    is_gateway_failure,
+    is_retryable,
+)
+from iskander.clock import NS_PER_S
+from iskander.errors import (
+    ConfigError,
+    ContractError,
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    Draining,
+    DroppedFromQueue,
+    NotReady,
+    QueueFull,
+)
+
+STEADY = Retry(first_wait_s=0.1, wait_max_s=1.0, jitter_s=0.0)
+
+
+class FakeClock:
+    """A clock that only sleeps advance."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+        self.waits: list[float] = []
+
+    def now_ns(self) -> int:
+        return self.ns
+
+    def sleep(self, seconds: float) -> None:
+        self.waits.append(round(seconds, 6))
+        self.ns += round(seconds * NS_PER_S)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    fake = FakeClock()
+    monkeypatch.setattr("time.sleep", fake.sleep)
+    return fake
+
+
+def attempts_of(
+    clock: FakeClock,
+    retry: Retry = STEADY,
+    *,
+    timeout_s: float | None = None,
+    budget: RetryBudget | None = None,
+) -> Attempts:
+    return Attempts(retry, budget or RetryBudget(), Deadline(timeout_s, now_ns=clock.now_ns))
+
+
+def fail_until_raised(attempts: Attempts, error: Exception) -> int:
+    """Report the same failure until it is raised; returns how often."""
+    for count in range(1, 100):
+        try:
+            attempts.wait_after(error)
+        except type(error) as raised:
+            assert raised is error
+            return count
+    raise AssertionError("the attempts do not end")
+
+
+def notes_of(error: Exception) -> list[str]:
+    return list(getattr(error, "__notes__", []))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_expected"),
+    [
+        (NotReady("x"), True),
+        (QueueFull("x"), True),
+        (Draining("x"), True),
+        (flight.FlightUnavailableError("x"), True),
+        (flight.FlightInternalError("x"), True),
+        (ContractError("x"), False),
+        (DeadlineExceeded("x"), False),
+        (DeadlineUnreachable("x"), False),
+        (DroppedFromQueue("x"), False),
+        (flight.FlightServerError("x"), False),
+        (flight.FlightCancelledError("x"), False),
+        (ValueError("x"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_retryable_errors(error: Exception, is_expected: bool) -> None:
+    assert is_retryable(error) is is_expected
+
+
+def test_gateway_failures_are_broken_connections_and_drains() -> None:
+    assert is_gateway_failure(flight.FlightUnavailableError("x"))
+    assert is_gateway_failure(Draining("x"))
+    assert not is_gateway_failure(QueueFull("x"))
+    assert not is_gateway_failure(NotReady("x"))
+
+
+def test_waits_double_up_to_the_maximum_and_the_last_error_has_a_note(clock: FakeClock) -> None:
+    error = flight.FlightUnavailableError("connection refused")
+    assert fail_until_raised(attempts_of(clock), error) == 6
+    assert clock.waits == [0.1, 0.2, 0.4, 0.8, 1.0]
+    assert notes_of(error) == ["failed after 6 attempts: limit 6 (`attempts`)"]
+
+
+def test_jitter_is_added_to_each_wait(clock: FakeClock) -> None:
+    retry = Retry(attempts=50, first_wait_s=0.1, wait_max_s=0.2, jitter_s=0.05)
+    fail_until_raised(attempts_of(clock, retry), NotReady("x"))
+    assert 0.1 < clock.waits[0] <= 0.15
+    assert max(clock.waits) <= 0.2
+    clock.waits.clear()
+    stated = QueueFull("x", retry_after_ms=300)
+    fail_until_raised(attempts_of(clock, retry), stated)
+    assert all(0.3 <= wait <= 0.35 for wait in clock.waits)
+    assert len(set(clock.waits)) > 1
+
+
+def test_stated_wait_of_the_server_is_used(clock: FakeClock) -> None:
+    attempts = attempts_of(clock)
+    attempts.wait_after(QueueFull("x", retry_after_ms=2500))
+    attempts.wait_after(NotReady("x"))
+    attempts.wait_after(Draining("x", retry_after_ms=0))
+    assert clock.waits == [2.5, 0.2, 0.4]
+
+
+def test_other_errors_are_raised_at_once_without_a_note(clock: FakeClock) -> None:
+    error = ContractError("wrong column")
+    assert fail_until_raised(attempts_of(clock), error) == 1
+    assert (clock.waits, notes_of(error)) == ([], [])
+
+
+def test_disabled_retries_raise_the_first_error(clock: FakeClock) -> None:
+    error, budget = NotReady("x"), RetryBudget(2)
+    assert fail_until_raised(attempts_of(clock, OFF, budget=budget), error) == 1
+    assert (clock.waits, notes_of(error)) == ([], [])
+
+
+def test_no_attempt_begins_after_the_deadline(clock: FakeClock) -> None:
+    error = NotReady("x")
+    # 0.1 + 0.2 + 0.4 s of waits; another 0.8 s would end at 1.5 s.
+    assert fail_until_raised(attempts_of(clock, timeout_s=1.4), error) == 4
+    assert clock.waits == [0.1, 0.2, 0.4]
+    assert "4 attempts: the next one would begin after the call's deadline" in notes_of(error)[0]
+
+
+def test_stated_wait_beyond_the_deadline_raises_at_once(clock: FakeClock) -> None:
+    error = QueueFull("x", retry_after_ms=5000)
+    assert fail_until_raised(attempts_of(clock, timeout_s=4.0), error) == 1
+    assert clock.waits == []
+
+
+def test_deadline_counts_down_over_all_attempts(clock: FakeClock) -> None:
+    deadline = Deadline(1.0, now_ns=clock.now_ns)
+    assert deadline.remaining_s() == 1.0
+    clock.sleep(0.75)
+    assert deadline.remaining_s() == 0.25
+    clock.sleep(0.25)
+    with pytest.raises(DeadlineExceeded):
+        deadline.remaining_s()
+    assert Deadline(None, now_ns=clock.now_ns).remaining_s() is None
+
+
+def test_reset_counts_from_zero_again(clock: FakeClock) -> None:
+    attempts = attempts_of(clock)
+    for _ in range(5):
+        attempts.wait_after(NotReady("x"))
+    attempts.reset()
+    error = NotReady("x")
+    assert fail_until_raised(attempts, error) == 6
+    assert clock.waits == [0.1, 0.2, 0.4, 0.8, 1.0] * 2
+    assert "failed after 6 attempts" in notes_of(error)[0]
+
+
+def test_budget_ends_retries_of_all_calls_and_successes_refill_it(clock: FakeClock) -> None:
+    budget = RetryBudget(10)
+    retry = Retry(attempts=100, jitter_s=0.0)
+    error = NotReady("x")
+    # Five failures leave half of the tokens.
+    assert fail_until_raised(attempts_of(clock, retry, budget=budget), error) == 5
+    assert notes_of(error) == [
+        "failed after 5 attempts: the retry budget of this client is used up"
+    ]
+    assert fail_until_raised(attempts_of(clock, retry, budget=budget), NotReady("x")) == 1
+    for _ in range(30):
+        attempts_of(clock, retry, budget=budget).succeed()
+    assert fail_until_raised(attempts_of(clock, retry, budget=budget), NotReady("x")) == 2
+
+
+def test_budget_is_bounded_at_both_ends() -> None:
+    budget = RetryBudget(4)
+    for _ in range(100):
+        budget.succeed()
+    assert [budget.fail() for _ in range(3)] == [True, False, False]
+    for _ in range(100):
+        budget.fail()
+    for _ in range(31):
+        budget.succeed()
+    assert budget.fail()
+
+
+def test_deactivated_stamina_retries_nothing(clock: FakeClock) -> None:
+    stamina.set_active(False)
+    try:
+        assert fail_until_raised(attempts_of(clock), NotReady("x")) == 1
+    finally:
+        stamina.set_active(True)
+    assert clock.waits == []
+
+
+@pytest.mark.parametrize("field", ["first_wait_s", "wait_max_s", "jitter_s"])
+def test_values_out_of_range_are_config_errors(field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Retry(**{field: -0.1})
+    with pytest.raises(ConfigError, match="attempts"):
+        Retry(attempts=0)

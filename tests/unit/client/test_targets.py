@@ -1,0 +1,327 @@
+"""Targets: selection, failures, probes, replacement by age, and host names."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pyarrow import flight
+
+from iskander.client import targets as module
+from iskander.client.targets import Address, Lease, Route, Targets
+from iskander.clock import NS_PER_S
+from iskander.errors import ConfigError, Draining, NotReady, QueueFull
+
+BROKEN = flight.FlightUnavailableError("connection refused")
+
+
+class FakeConnection:
+    """A connection that answers probes as scripted; ready after the script."""
+
+    def __init__(self, address: Address, script: dict[str, list[Any]]) -> None:
+        self.address = address
+        self.is_closed = False
+        self._answers = script.setdefault(address.text, [])
+        self.probes = 0
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def health(self, timeout_s: float) -> dict[str, Any]:
+        assert timeout_s > 0
+        self.probes += 1
+        answer = self._answers.pop(0) if self._answers else True
+        if isinstance(answer, Exception):
+            raise answer
+        return {"ready": answer}
+
+
+class World:
+    """Clock, connections and name service of the tests."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+        self.opened: list[FakeConnection] = []
+        self.script: dict[str, list[Any]] = {}
+        self.names: dict[str, list[str]] = {}
+        self.connect_error: Exception | None = None
+
+    def targets(self, *addresses: str, **options: Any) -> Targets:
+        return Targets(
+            addresses,
+            self.connect,
+            now_ns=lambda: self.ns,
+            look_up=self.look_up,
+            **options,
+        )
+
+    def connect(self, address: Address) -> FakeConnection:
+        if self.connect_error is not None:
+            raise self.connect_error
+        self.opened.append(FakeConnection(address, self.script))
+        return self.opened[-1]
+
+    def look_up(self, host: str, port: str, **_: Any) -> list[Any]:
+        if host not in self.names:
+            raise OSError("name not known")
+        return [(0, 0, 0, "", (ip, int(port))) for ip in self.names[host]]
+
+    def advance(self, seconds: float) -> None:
+        self.ns += int(seconds * NS_PER_S)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """The thread does not start: tests call `tend`."""
+    monkeypatch.setattr(Targets, "_ensure_thread", lambda _: None)
+    return World()
+
+
+def address_of(lease: Lease) -> str:
+    return lease.target.address.text
+
+
+def counts(targets: Targets, rows: int, times: int) -> dict[str, int]:
+    """Pick and keep leases; returns how many each address got."""
+    found: dict[str, int] = {}
+    for _ in range(times):
+        text = address_of(targets.pick(rows))
+        found[text] = found.get(text, 0) + 1
+    return found
+
+
+def test_target_with_the_fewest_outstanding_rows_is_picked(world: World) -> None:
+    targets = world.targets("a:1", "b:1", "c:1")
+    large = targets.pick(1000)
+    small = counts(targets, 10, 100)
+    assert address_of(large) not in small
+    assert sorted(small.values()) == [50, 50]
+    targets.release(large)
+    assert address_of(targets.pick(1)) == address_of(large)
+
+
+def test_stream_changes_its_outstanding_rows(world: World) -> None:
+    targets = world.targets("a:1", "b:1")
+    first, second = targets.pick(), targets.pick(5)
+    if first.target is second.target:  # A tie of idle targets.
+        second = targets.pick(5)
+    first.rows = 100
+    assert targets.pick(1).target is not first.target
+    first.rows = 0
+    assert targets.pick(1).target is first.target
+
+
+@pytest.mark.parametrize("error", [BROKEN, Draining("x")], ids=["broken", "draining"])
+def test_target_is_left_after_a_failure_until_a_probe_finds_it_ready(
+    world: World, error: Exception
+) -> None:
+    targets = world.targets("a:1", "b:1")
+    lease = targets.pick(1)
+    failed = address_of(lease)
+    other = ({"a:1", "b:1"} - {failed}).pop()
+    world.script[failed] += [False, NotReady("x"), True]
+    targets.release(lease, error)
+    assert counts(targets, 1, 20) == {other: 20}
+    waits = []
+    while (wait_s := targets.tend()) is not None:
+        waits.append(wait_s)
+        assert counts(targets, 1, 1) == {other: 1}
+        world.advance(wait_s)
+    # The first probe, and one after each answer that is not ready.
+    assert len(waits) == 3
+    assert waits[0] == pytest.approx(0.1)
+    assert 0.16 <= waits[1] <= 0.24
+    assert 0.32 <= waits[2] <= 0.48
+    assert failed in counts(targets, 1, 40)
+
+
+def test_waits_between_probes_are_bounded(world: World) -> None:
+    targets = world.targets("a:1", "b:1")
+    lease = targets.pick()
+    world.script[address_of(lease)] += [False] * 100
+    targets.release(lease, BROKEN)
+    for _ in range(50):
+        wait_s = targets.tend()
+        assert wait_s is not None
+        assert wait_s <= 6.0
+        world.advance(wait_s)
+
+
+def test_errors_of_a_model_or_a_batch_leave_no_target(world: World) -> None:
+    targets = world.targets("a:1", "b:1")
+    for error in (QueueFull("x"), NotReady("x"), ValueError("x")):
+        targets.release(targets.pick(), error)
+    assert set(counts(targets, 1, 20)) == {"a:1", "b:1"}
+    assert targets.tend() is None
+
+
+def test_left_targets_are_used_if_no_target_is_ready(world: World) -> None:
+    targets = world.targets("a:1", "b:1")
+    for text in ("a:1", "b:1"):
+        lease = next(each for _ in range(50) if address_of(each := targets.pick()) == text)
+        targets.release(lease, BROKEN)
+    assert set(counts(targets, 1, 20)) == {"a:1", "b:1"}
+
+
+def test_only_target_is_never_left(world: World) -> None:
+    targets = world.targets("a:1")
+    targets.release(targets.pick(), BROKEN)
+    assert targets.tend() is None
+    assert address_of(targets.pick()) == "a:1"
+
+
+def test_second_attempt_avoids_the_target_of_the_first(world: World) -> None:
+    targets = world.targets("a:1", "b:1")
+    for _ in range(20):
+        route = Route(targets)
+        first = route.begin(1)
+        route.end(first, QueueFull("x"))
+        second = route.begin(1)
+        assert second.target is not first.target
+        route.end(second)
+
+
+def test_second_attempt_uses_the_only_ready_target_again(world: World) -> None:
+    targets = world.targets("a:1", "b:1")
+    lease = targets.pick()
+    targets.release(lease, BROKEN)
+    for _ in range(10):
+        route = Route(targets)
+        first = route.begin(1)
+        route.end(first, QueueFull("x"))
+        second = route.begin(1)
+        assert second.target is first.target is not lease.target
+        route.end(second)
+
+
+def test_old_connection_is_replaced_and_closed_after_its_last_lease(world: World) -> None:
+    targets = world.targets("a:1", age_s=100.0)
+    lease = targets.pick()
+    world.advance(79)
+    assert targets.pick().connection is lease.connection
+    world.advance(22)
+    late = targets.pick()
+    assert late.connection is not lease.connection
+    assert late.target is lease.target
+    old, new = world.opened
+    assert not old.is_closed
+    targets.release(lease)
+    assert not old.is_closed  # One lease is left, of the second pick.
+    targets.release(next(iter(lease.opened.leases)))
+    assert (old.is_closed, new.is_closed) == (True, False)
+
+
+def test_old_connection_without_leases_is_closed_at_once(world: World) -> None:
+    targets = world.targets("a:1", age_s=100.0)
+    targets.release(targets.pick())
+    world.advance(101)
+    targets.release(targets.pick())
+    assert [each.is_closed for each in world.opened] == [True, False]
+
+
+def test_old_connection_is_kept_while_it_cannot_be_replaced(world: World) -> None:
+    targets = world.targets("a:1", age_s=100.0)
+    world.advance(101)
+    world.connect_error = ConfigError("a TLS file cannot be read")
+    assert targets.pick().connection is world.opened[0]
+    world.connect_error = None
+    world.advance(31)
+    assert targets.pick().connection is world.opened[1]
+
+
+def test_ages_of_connections_differ(world: World) -> None:
+    targets = world.targets(*(f"a:{port}" for port in range(50)), age_s=100.0)
+    assert len({target.opened.expires_ns for target in targets._targets}) > 10
+
+
+def test_host_name_becomes_one_target_for_each_address(world: World) -> None:
+    world.names["node.test"] = ["10.0.0.2", "10.0.0.1", "fd00::1", "10.0.0.1"]
+    targets = world.targets("node.test:5", "10.0.0.9:5", "unix:/run/x", is_resolved=True)
+    assert {each.address for each in world.opened} == {
+        Address("10.0.0.9:5"),
+        Address("unix:/run/x"),
+        Address("10.0.0.1:5", "node.test"),
+        Address("10.0.0.2:5", "node.test"),
+        Address("[fd00::1]:5", "node.test"),
+    }
+    assert len(targets) == 5
+
+
+def test_host_name_is_one_target_without_resolution(world: World) -> None:
+    assert len(world.targets("node.test:5")) == 1
+    assert world.opened[0].address == Address("node.test:5")
+
+
+def test_later_lookup_adds_and_removes_targets(world: World) -> None:
+    world.names["node.test"] = ["10.0.0.1", "10.0.0.2"]
+    targets = world.targets("node.test:5", is_resolved=True, age_s=1000.0)
+    leases = [targets.pick(1), targets.pick(1)]
+    assert targets.tend() == pytest.approx(1000.0)
+    world.advance(1000.0)
+    del world.names["node.test"]
+    assert targets.tend() == pytest.approx(30.0)  # The name service fails: all stays.
+    assert len(targets) == 2
+    world.names["node.test"] = ["10.0.0.2", "10.0.0.3"]
+    world.advance(30.0)
+    targets.tend()
+    assert set(counts(targets, 1, 20)) == {"10.0.0.2:5", "10.0.0.3:5"}
+    removed = next(each for each in world.opened if each.address.text == "10.0.0.1:5")
+    assert not removed.is_closed
+    for lease in leases:
+        targets.release(lease)
+    assert removed.is_closed
+
+
+def test_invalid_addresses_are_errors(world: World) -> None:
+    with pytest.raises(ConfigError, match="no address"):
+        world.targets()
+    with pytest.raises(ConfigError, match="expected HOST:PORT"):
+        world.targets("node", is_resolved=True)
+    with pytest.raises(NotReady, match="name not known"):
+        world.targets("node.test:5", is_resolved=True)
+
+
+@pytest.fixture
+def threaded() -> Iterator[World]:
+    world = World()
+    yield world
+    assert not [t for t in threading.enumerate() if t.name == "iskander-targets"]
+
+
+def test_one_address_has_no_thread(threaded: World) -> None:
+    targets = threaded.targets("a:1")
+    targets.release(targets.pick(), BROKEN)
+    assert targets._thread is None
+    targets.close()
+
+
+def test_thread_probes_and_ends_when_all_targets_are_ready(
+    threaded: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PROBE_FIRST_S", 0.0)
+    targets = threaded.targets("a:1", "b:1")
+    lease = targets.pick()
+    targets.release(lease, BROKEN)
+    thread = targets._thread
+    if thread is not None:  # It may have ended.
+        thread.join(10)
+    assert targets._thread is None
+    assert lease.target.left_ns is None
+    assert lease.connection.probes == 1
+    targets.close()
+
+
+def test_close_ends_the_thread_and_closes_all_connections(threaded: World) -> None:
+    threaded.names["node.test"] = ["10.0.0.1", "10.0.0.2"]
+    targets = threaded.targets("node.test:5", is_resolved=True)
+    assert targets._thread is not None
+    targets.close()
+    assert targets._thread is None
+    assert all(each.is_closed for each in threaded.opened)
+
+
+def test_default_lookup_resolves_a_local_name() -> None:
+    assert module.resolve("localhost:7", socket.getaddrinfo)

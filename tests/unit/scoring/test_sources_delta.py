@@ -1,0 +1,149 @@
+"""Delta tables as input: frozen version, partitions, changed schemas, and rejected features."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import deltalake
+import pyarrow as pa
+import pytest
+
+from iskander.errors import Unsupported
+from iskander.scoring.errors import SourceChanged, SourceError
+from iskander.scoring.filters import parse_filter
+from iskander.scoring.sources import open_source
+from iskander.scoring.sources.delta import DeltaSource
+
+
+def table(start: int, count: int) -> pa.Table:
+    numbers = range(start, start + count)
+    return pa.table(
+        {
+            "id": list(numbers),
+            "p": ["a b", "ü", None, "c/d"][: count % 5] or ["x"] * count,
+            "day": [datetime.date(2024, 1, 1 + start)] * count,
+        }
+    )
+
+
+def rows(source: Any, filter: str | None = None) -> list[dict[str, Any]]:
+    parsed = parse_filter(filter) if filter else None
+    found: list[dict[str, Any]] = []
+    for unit in source.units():
+        for batch in source.read(unit, None, parsed, 100):
+            assert batch.schema == source.schema
+            found += batch.to_pylist()
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    path = str(tmp_path / "a b ü")
+    deltalake.write_deltalake(path, table(0, 4), partition_by=["p", "day"])
+    return path
+
+
+@pytest.mark.parametrize("form", ["{}", "delta://{}"])
+def test_rows_and_partition_values(folder: str, form: str) -> None:
+    source = open_source([form.format(folder)])
+    assert isinstance(source, DeltaSource)
+    assert sorted(row["id"] for row in rows(source)) == [0, 1, 2, 3]
+    assert {row["id"]: (row["p"], row["day"]) for row in rows(source)}[2] == (
+        None,
+        datetime.date(2024, 1, 1),
+    )
+    assert [row["id"] for row in rows(source, "p == 'c/d' and day == '2024-01-01'")] == [3]
+    assert sum(unit.rows or 0 for unit in source.units()) == 4
+    assert source.count(source.units()[0], parse_filter("id > 1")) == 2
+    source.close()
+
+
+def test_version_is_frozen_at_the_plan(folder: str) -> None:
+    source = DeltaSource(folder)
+    deltalake.write_deltalake(folder, table(4, 4), mode="append")
+    assert sorted(row["id"] for row in rows(source)) == [0, 1, 2, 3]
+    assert source.snapshot["version"] == "0"
+    paths = [file["path"] for unit in source.units() for file in unit.locator["files"]]
+    assert paths == sorted(paths) and len(paths) == 4
+    later = DeltaSource(folder)
+    assert later.snapshot["version"] == "1" and len(rows(later)) == 8
+    first = DeltaSource(f"{folder}@v0")
+    assert first.snapshot == source.snapshot and first.units() == source.units()
+
+
+def test_replaced_table_of_the_same_path_is_another_snapshot(folder: str) -> None:
+    source = DeltaSource(folder)
+    deltalake.write_deltalake(folder, table(0, 4), mode="overwrite", partition_by=["p", "day"])
+    assert DeltaSource(folder).snapshot != source.snapshot
+
+
+def test_column_that_was_added_later_is_null_in_earlier_files(folder: str) -> None:
+    added = table(4, 4).append_column("x", pa.array([1.5] * 4))
+    deltalake.write_deltalake(folder, added, mode="append", schema_mode="merge")
+    values = {row["id"]: row["x"] for row in rows(DeltaSource(folder))}
+    assert values[0] is None and values[7] == 1.5
+    assert [row["id"] for row in rows(DeltaSource(folder), "x is null and id > 1")]
+    only = DeltaSource(folder)
+    (unit,) = only.units()
+    (batch,) = only.read(unit, ["x"], None, 100)
+    assert batch.num_rows == 8
+
+
+def test_large_file_is_cut_between_row_groups(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    data = pa.table({"id": list(range(5000))})
+    properties = deltalake.WriterProperties(max_row_group_size=1000)
+    deltalake.write_deltalake(path, data, writer_properties=properties)
+    source = DeltaSource(path, unit_bytes=1)
+    assert [unit.rows for unit in source.units()] == [1000] * 5
+    assert [row["id"] for row in rows(source)] == list(range(5000))
+
+
+def test_empty_table_is_one_unit_without_rows(tmp_path: Path) -> None:
+    deltalake.DeltaTable.create(str(tmp_path), table(0, 1).schema)
+    source = DeltaSource(str(tmp_path))
+    assert [unit.rows for unit in source.units()] == [0] and rows(source) == []
+
+
+def test_deleted_file_is_rejected_by_name(folder: str) -> None:
+    source = DeltaSource(folder)
+    gone = next(Path(folder).rglob("*.parquet"))
+    gone.unlink()
+    with pytest.raises(SourceChanged, match=gone.name):
+        rows(source)
+
+
+@pytest.mark.parametrize("where", ["missing", ".", "{}@v99"])
+def test_missing_table_or_version_is_rejected_by_name(
+    folder: str, tmp_path: Path, where: str
+) -> None:
+    uri = "delta://" + (where.format(folder) if "{" in where else str(tmp_path / where))
+    with pytest.raises(SourceError) as caught:
+        DeltaSource(uri)
+    assert uri in caught.value.message
+
+
+def test_deletion_vectors_are_rejected_by_name(tmp_path: Path) -> None:
+    path = str(tmp_path / "t")
+    deltalake.write_deltalake(path, table(0, 4))
+    deltalake.DeltaTable(path).alter.add_feature(
+        deltalake.TableFeatures.DeletionVectors, allow_protocol_versions_increase=True
+    )
+    with pytest.raises(Unsupported, match="deletionVectors"):
+        DeltaSource(path)
+
+
+def test_library_is_loaded_for_delta_tables_only() -> None:
+    code = (
+        "import sys; import iskander.scoring.sources.files, iskander.scoring.sources.delta, "
+        "iskander.scoring.sources.iceberg; "
+        "print({'deltalake', 'pyiceberg', 'duckdb', 'msgspec'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "set()"
