@@ -77,6 +77,20 @@ class IskanderError(Exception):
         self.fields = {key: value for key, value in fields.items() if value is not None}
         super().__init__(self.message)
 
+    @property
+    def column(self) -> str | None:
+        """Name of the column that caused the error; None if it is unknown."""
+        return self._text_field("column")
+
+    @property
+    def model(self) -> str | None:
+        """Name of the model of the request; None if it is unknown."""
+        return self._text_field("model")
+
+    def _text_field(self, name: str) -> str | None:
+        value = self.fields.get(name)
+        return None if value is None else str(value)
+
     def to_wire(self) -> dict[str, Any]:
         """Convert to plain values for JSON and msgpack."""
         wire: dict[str, Any] = {

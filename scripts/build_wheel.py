@@ -36,20 +36,21 @@ def wheel(*, is_pure: bool = False) -> Path:
         return found[0]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
-        _build(Path(name) / "wheel", is_compiled)
+        build(ROOT, Path(name) / "wheel", is_compiled=is_compiled)
         # Another process may have built the same wheel at the same time.
         if not folder.exists():
             (Path(name) / "wheel").rename(folder)
     return next(folder.glob("iskander-*.whl"))
 
 
-def _build(folder: Path, is_compiled: bool) -> None:
+def build(source: Path, folder: Path, *, is_compiled: bool = False) -> None:
+    """Build the wheel of a source tree in a folder, with uv or pip."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder]
     if shutil.which("uv"):
         command = ["uv", "build", "--quiet", "--wheel", "--python", sys.executable]
         command += ["--out-dir", folder]
     environment = os.environ | {"HATCH_BUILD_HOOK_ENABLE_CUSTOM": str(int(is_compiled))}
-    subprocess.run([*command, ROOT], check=True, env=environment)
+    subprocess.run([*command, source], check=True, env=environment)
 
 
 def _digest(is_compiled: bool) -> str:

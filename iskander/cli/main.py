@@ -57,6 +57,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_model_commands(commands)
     _add_server_commands(commands)
+    _add_score_command(commands)
     _add_config_commands(commands)
     return parser
 
@@ -105,6 +106,13 @@ def _add_server_commands(commands: Commands) -> None:
     sentence = "models that the token may use, such as `demo-*`; repeatable (default: all)"
     token.add_argument("--model", action="append", metavar="PATTERN", help=sentence)
     token.add_argument("--manage", action="store_true", help="also allow load and unload")
+
+
+def _add_score_command(commands: Commands) -> None:
+    """The command for files and tables."""
+    from iskander.cli import score
+
+    _command(commands, "score", score.run, "score files or a table", score.add_arguments)
 
 
 def _add_config_commands(commands: Commands) -> None:

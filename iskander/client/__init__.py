@@ -7,8 +7,21 @@ optionally shared memory for large batches to a server on the same machine.
 Runs on: the caller's threads; never in the gateway.
 """
 
-from iskander.client.connection import CALL_TIMEOUT_S, Client, Tls
+from iskander.client.client import Client
+from iskander.client.connection import CALL_TIMEOUT_S, Tls
+from iskander.client.model import Model, ModelDescription
 from iskander.client.resume import Item
-from iskander.client.retry import Retry
+from iskander.client.retry import OFF, Retry
+from iskander.errors import IskanderError
 
-__all__ = ["CALL_TIMEOUT_S", "Client", "Item", "Retry", "Tls"]
+__all__ = [
+    "CALL_TIMEOUT_S",
+    "OFF",
+    "Client",
+    "IskanderError",
+    "Item",
+    "Model",
+    "ModelDescription",
+    "Retry",
+    "Tls",
+]

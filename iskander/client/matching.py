@@ -61,6 +61,7 @@ class Matching:
             `a.b` is a field of the struct `a`.
 
     Attributes:
+        model: The model.
         schema: Schema of the batches that are sent.
 
     Raises:
@@ -75,7 +76,7 @@ class Matching:
         *,
         columns: Mapping[str, str] | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._given = schema
         self._columns = dict(columns or {})
         self._problems: list[ContractError] = []
@@ -120,10 +121,10 @@ class Matching:
             value = _plain(array.slice(row, 1)).to_string(skip_new_lines=True)[1:-1]
             has = f"row {first_row + row} has {value[:VALUE_CHARACTERS_MAX]}"
             problem = f"column `{name}`: {has}, which {wanted} cannot represent exactly"
-            types = f"model `{self._model.name}` has {wanted}, got {_name(sent.cast.source)}"
+            types = f"model `{self.model.name}` has {wanted}, got {_name(sent.cast.source)}"
             raise ContractError(
                 f"{problem}; {types}; cast the column to accept the loss",
-                model=self._model.name,
+                model=self.model.name,
                 column=name,
                 wanted=wanted,
                 got=_name(sent.cast.source),
@@ -131,7 +132,7 @@ class Matching:
             ) from error
 
     def _require_known(self, columns: Mapping[str, str]) -> None:
-        model = self._model
+        model = self.model
         known = [*model.input_types, *model.ranked_within]
         if not isinstance(model.passthrough, str):
             known += model.passthrough
@@ -142,14 +143,14 @@ class Matching:
                 self._add(text, name, nearest=nearest)
 
     def _inputs(self) -> Iterator[_Sent]:
-        wanted_all = self._model.input_types
+        wanted_all = self.model.input_types
         if not len(self._given) and wanted_all:
             names = ", ".join(f"`{name}`" for name in wanted_all)
             self._add(f"the data has no columns; wanted {names}", next(iter(wanted_all)))
             return
         for name, declared in wanted_all.items():
             found = self._find(name, declared)
-            wanted = _find_field(self._model.input_schema, name)
+            wanted = _find_field(self.model.input_schema, name)
             if found is None:
                 continue
             path, field = found
@@ -170,16 +171,16 @@ class Matching:
 
     def _groups(self) -> Iterator[_Sent]:
         """The columns that rows are ranked within."""
-        for name in self._model.ranked_within:
+        for name in self.model.ranked_within:
             found = None if not name else self._find(name, "a column that rows are ranked within")
             if found is not None:
                 yield _Sent(name, self._source(name), found[0], found[1], None)
 
     def _passed_through(self, sent: Sequence[_Sent]) -> Iterator[_Sent]:
         """The columns that are sent because they are returned."""
-        passthrough, names = self._model.passthrough, {each.name for each in sent}
+        passthrough, names = self.model.passthrough, {each.name for each in sent}
         used = {each.path[0] for each in sent}
-        results = set(self._model.output_schema.names)
+        results = set(self.model.output_schema.names)
         if passthrough == "all":
             wanted = {self._given.names[i]: i for i in range(len(self._given)) if i not in used}
         else:
@@ -250,7 +251,7 @@ class Matching:
         got: str | None = None,
         nearest: str | None = None,
     ) -> None:
-        model = self._model.name
+        model = self.model.name
         self._problems.append(
             ContractError(
                 problem, model=model, column=column, wanted=wanted, got=got, nearest=nearest
@@ -260,7 +261,7 @@ class Matching:
     def _raise_problems(self) -> None:
         if self._problems:
             texts = "; ".join(problem.message for problem in self._problems)
-            text = f"the columns do not match model `{self._model.name}`: {texts}"
+            text = f"the columns do not match model `{self.model.name}`: {texts}"
             raise ContractError(text, **self._problems[0].fields)
 
 

@@ -50,7 +50,11 @@ def is_retryable(error: BaseException) -> bool:
 
 def is_gateway_failure(error: BaseException) -> bool:
     """Whether other calls to the same gateway will fail too."""
-    return isinstance(error, Draining) or is_broken_connection(error)
+    if isinstance(error, IskanderError):  # An action names the failure of its connection.
+        return isinstance(error, Draining) or isinstance(
+            error.__cause__, flight.FlightUnavailableError
+        )
+    return is_broken_connection(error)
 
 
 class Deadline:

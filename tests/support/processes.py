@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
 
-from iskander.client import Client, Tls
+from iskander.client import OFF, Client, Tls
 
 BIN = Path(sys.executable).parent
 READY_WITHIN_S = 60.0
@@ -62,6 +63,14 @@ def _toml(value: Any) -> str:
 
 CHANNEL = "seqpacket"
 """Channel between the gateway and its workers; set by the fixture `channel`."""
+
+
+class PlainClient(Client):
+    """A client whose results are tables, also those of a batch."""
+
+    def score(self, model: str, data: Any, **options: Any) -> pa.Table:
+        table = pa.Table.from_batches([data]) if isinstance(data, pa.RecordBatch) else data
+        return super().score(model, table, **options)
 
 
 class Gateway:
@@ -124,7 +133,15 @@ class Gateway:
         return self
 
     def client(self) -> Client:
-        return Client(self.address, token=self.token, tls=self.secrecy)
+        """A client without retries, matching and shared memory: the server's own behavior."""
+        return PlainClient(
+            self.address,
+            token=self.token,
+            tls=self.secrecy,
+            shared_bytes=0,
+            retry=OFF,
+            is_matched=False,
+        )
 
     def stats(self) -> dict[str, Any]:
         with self.client() as client:

@@ -244,6 +244,6 @@ def require_no_losses(
 def unblock_drain(unread_client: ReferenceClient, gateway: Gateway) -> None:
     """Reads the unread stream, so the drain ends."""
     unread_client.send("read")
-    unread_client.facts()
+    unread_client.result()
     assert gateway.wait() == 0
     assert "not drained in" not in gateway.text()

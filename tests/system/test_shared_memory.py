@@ -20,7 +20,7 @@ from support.dealt import client_of
 from support.processes import MIB, Gateway, eventually, running, shared_mappings
 
 from iskander.auth.tokens import add_token
-from iskander.client import Client
+from iskander.client import OFF, Client
 from iskander.client.shared_memory import WORTH_BYTES, Region
 from iskander.control.shared_regions import REGION_HEADER, BodyLocation, encode, read_body_location
 from iskander.errors import (
@@ -60,7 +60,7 @@ def passthrough_model(folder: Path) -> Path:
 
 
 def sharing(gateway: Gateway, shared_bytes: int = SHARED_BYTES) -> Client:
-    return Client(gateway.address, token=gateway.token, shared_bytes=shared_bytes)
+    return Client(gateway.address, token=gateway.token, shared_bytes=shared_bytes, retry=OFF)
 
 
 def ids(first: int, rows: int = ROWS) -> pa.RecordBatch:
@@ -172,7 +172,7 @@ def test_stream_closed_early_frees_its_region(gateway: Gateway) -> None:
 KILLED = """
 import os, signal, sys
 import numpy as np, pyarrow as pa
-from iskander.client import Client
+from iskander.client import OFF, Client
 client = Client(sys.argv[1], shared_bytes=1 << 20)
 batch = pa.record_batch([pa.array(np.arange(20_000))], names=["x"])
 for number, _ in enumerate(client.stream("ids", (batch for _ in range(10**9)))):

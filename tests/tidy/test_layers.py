@@ -48,10 +48,11 @@ LAYERS = {
     "embed": "errors config measurement scheduling protocols gateway",
     # The clock: deadlines of calls and the age of connections.
     "client": "errors clock memory control",
+    "scoring": "build_info errors clock client",
     "iskander_worker": "build_info errors clock decoders varint contract memory control",
     "cli": (
         "build_info errors contract config arrow memory control auth transport scheduling "
-        "supervision repository protocols gateway client iskander_worker"
+        "supervision repository protocols gateway client scoring iskander_worker"
     ),
 }
 # Exceptions to the table, for type checkers only.
@@ -103,6 +104,7 @@ IMPORTERS = {
             "iskander/protocols/flight/",
             "iskander/cli/",
             "iskander/client/",
+            "iskander/scoring/",
             "workers/iskander_worker/record_batches.py",
         ),
         "no alternative: only workers of models that use Arrow load it",
@@ -119,6 +121,7 @@ IMPORTERS = {
         (
             "iskander/supervision/worker.py",
             "iskander/supervision/model_check.py",
+            "iskander/scoring/server.py",
             "workers/iskander_worker/sandbox/client.py",
         ),
         "the supervisor, or iskander_worker.sandbox.client",

@@ -129,6 +129,22 @@ def test_error_round_trips_through_json(kind: type[IskanderError]) -> None:
     assert decoded.to_wire() == error.to_wire()
 
 
+def test_column_and_model_are_properties_of_a_decoded_error() -> None:
+    error = errors.ContractError("column `a`: wanted b, got c", column="a", model="tabular")
+
+    decoded = IskanderError.from_wire(error.to_wire())
+
+    assert (error.column, error.model) == ("a", "tabular")
+    assert (decoded.column, decoded.model) == ("a", "tabular")
+
+
+def test_unknown_column_and_model_are_none() -> None:
+    error = errors.Overloaded("full", model=None)
+
+    assert error.column is None
+    assert error.model is None
+
+
 def test_wire_form_is_flat_and_omits_unknown_fields() -> None:
     assert errors.Overloaded("full", model=None).to_wire() == {
         "code": "overloaded",

@@ -14,7 +14,5 @@ class OutputExists(
     """The output exists, and `overwrite` does not permit to change it."""
 
 
-class OutputError(
-    IskanderError, code="output", fault=Fault.OPERATOR, status="FAILED_PRECONDITION"
-):
+class OutputError(IskanderError, code="output", fault=Fault.OPERATOR, status="FAILED_PRECONDITION"):
     """The output cannot be written: no space, no permission, or a lost staged file."""

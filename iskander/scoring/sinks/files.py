@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from iskander.errors import ConfigError
+from iskander.scoring.errors import SourceError
 from iskander.scoring.job import Job
 from iskander.scoring.journal import Finished
 from iskander.scoring.plan import Plan, Unit, canonical
@@ -41,6 +41,7 @@ from iskander.scoring.sinks.writing import (
     format_of,
     partition_values,
 )
+from iskander.scoring.sources.places import locate
 
 SUCCESS = "_SUCCESS"
 _METADATA = ("_SUCCESS", "_metadata", "_common_metadata")
@@ -254,9 +255,7 @@ class FileSink:
         deletes: list[str] = []
         if self._job.overwrite == "replace" and not self._is_one:
             final = {target for _, target in moves}
-            deletes = [
-                each for each in self._old_files() if each not in final and each != SUCCESS
-            ]
+            deletes = [each for each in self._old_files() if each not in final and each != SUCCESS]
         self._record.save(state="committing", moves=moves, deletes=deletes)
 
     def _move(self, plan: Plan) -> None:
@@ -307,14 +306,17 @@ def _exists(output: str, kind: str) -> OutputExists:
 
 
 def _check_inputs(job: Job) -> None:
-    """Check that the output is not an input, which a commit would change while it is one."""
-    from iskander.scoring.sources.places import locate
+    """Check that the output is not an input, because the commit would change the input.
 
+    Raises:
+        ConfigError: It is.
+    """
     target = locate(job.output)
     for each in job.inputs:
-        with suppress(Exception):
-            pass
-        if each == job.output or (
-            locate(each).prefix == target.prefix and locate(each).path == target.path
-        ):
+        try:
+            place = locate(each)
+        except SourceError:
+            # Tables have schemes of their own.
+            continue
+        if (place.prefix, place.path) == (target.prefix, target.path):
             raise ConfigError(f"{job.output}: is an input too; choose another output")

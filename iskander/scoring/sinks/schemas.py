@@ -22,12 +22,12 @@ _VARIABLE_BYTES: Final = 32
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """Columns as they are written: dictionaries as their values, nullable, no metadata.
+    """Columns as they are written: values for dictionaries and views, nullable, no metadata.
 
     Raises:
         ContractError: Two columns have one name.
     """
-    return _mapped(schema, lambda kind: kind)
+    return _mapped(schema, _without_view)
 
 
 def table_schema(schema: pa.Schema, *, format: str) -> pa.Schema:
@@ -62,7 +62,14 @@ def _mapped(schema: pa.Schema, convert: Callable[[Any], Any]) -> pa.Schema:
     return pa.schema(fields)
 
 
-def _table_type(kind: Any, format: str) -> Any:  # noqa: ANN401, PLR0911, PLR0912
+def _without_view(kind: Any) -> Any:  # noqa: ANN401
+    """Type without a view, which pyarrow cannot take rows from."""
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    return pa.binary() if pa.types.is_binary_view(kind) else kind
+
+
+def _table_type(kind: Any, format: str) -> Any:  # noqa: ANN401, PLR0911
     types = pa.types
     if types.is_boolean(kind) or types.is_date32(kind) or types.is_decimal128(kind):
         return kind

@@ -1,14 +1,15 @@
 """External sort of all results with DuckDB; needs the library `duckdb`.
 
-Rows with equal keys keep their order, so that the result depends on the rows alone. Nulls come last.
-DuckDB gets columns by position, because its names ignore case, and types that it would change as
-integers or floats of the same order.
+Rows with equal keys keep their order, so that the result depends on the rows alone. Nulls come
+last. DuckDB gets columns by position, because its names ignore case. Types that it would change go
+in as integers or floats of the same order.
 
 Runs in: the operator's tool, one thread, and the threads of DuckDB.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from iskander.scoring.sinks.errors import OutputError
 
 MEMORY_BYTES: Final = 1 << 30
 """Memory of a sort; more rows go to temporary files."""
+THREAD_BYTES: Final = 256 << 20
 _POSITION: Final = "position"
 
 
@@ -84,6 +86,8 @@ def sorted_batches(
     settings = {
         "memory_limit": f"{memory_bytes // 1024}KiB",
         "temp_directory": folder,
+        # Each thread keeps blocks of its own in memory.
+        "threads": str(max(1, min(os.cpu_count() or 1, memory_bytes // THREAD_BYTES))),
         "preserve_insertion_order": "false",
     }
     try:
@@ -106,9 +110,7 @@ def sorted_batches(
 def _numbered(batches: Iterator[pa.RecordBatch], inner: pa.Schema) -> Iterator[pa.RecordBatch]:
     start = 0
     for each in batches:
-        arrays = [
-            array.cast(field.type) for array, field in zip(each.columns, inner, strict=False)
-        ]
+        arrays = [array.cast(field.type) for array, field in zip(each.columns, inner, strict=False)]
         position = pa.arange(start, start + each.num_rows)
         start += each.num_rows
         yield pa.RecordBatch.from_arrays([*arrays, position], schema=inner)

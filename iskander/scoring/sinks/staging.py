@@ -8,6 +8,7 @@ Runs in: the operator's tool; `stage` may be called from several threads, each w
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -94,8 +95,10 @@ class Staging:
     def join(self, units: Sequence[Unit], sort_by: Sequence[str]) -> None:
         """Write all rows to the files of the output, in the order of units or of keys."""
         if not sort_by:
-            self._write(-1, JOINED, self.layout, self._rows(units), name="part")
+            self._write(-1, JOINED, self.layout, self._rows(units), name="part-00000")
             return
+        if self.storage.is_local:
+            os.makedirs(self.folder, exist_ok=True)
         with tempfile.TemporaryDirectory(
             prefix="iskander-sort-", dir=self.folder if self.storage.is_local else None
         ) as folder:
@@ -106,11 +109,11 @@ class Staging:
                 folder=folder,
                 batch_rows=group_rows(self.layout.schema),
             )
-            self._write(-1, JOINED, self.layout, rows, name="part")
+            self._write(-1, JOINED, self.layout, rows, name="part-00000")
 
     def write_empty(self) -> None:
         """Write one file without rows."""
-        self._write(-1, JOINED, self.layout, iter(()), name="part", is_empty=True)
+        self._write(-1, JOINED, self.layout, iter(()), name="part-00000", is_empty=True)
 
     def rows(self, path: str) -> int:
         """Rows of a Parquet file."""
@@ -189,9 +192,7 @@ def check_staged(plan: Plan, staged: Sequence[Staged], recover: Callable[[Unit],
             )
 
 
-def check_others(
-    storage: Storage, folder: str, prefix: str, own: str, *, is_restart: bool
-) -> None:
+def check_others(storage: Storage, folder: str, prefix: str, own: str, *, is_restart: bool) -> None:
     """Check that no other job has staged units for the same output; a restart deletes them.
 
     Raises:

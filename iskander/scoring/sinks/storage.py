@@ -48,7 +48,7 @@ def writing(path: str) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException) as error:
         raise OutputError(
-            f"{path}: cannot write: {error}; the output is unchanged, and the job can be resumed",
+            f"{path}: cannot write: {error}; the job can be resumed when this is corrected",
             output=path,
         ) from error
 
@@ -65,7 +65,7 @@ class HashedFile(io.RawIOBase):
         super().__init__()
         self._target = target
         self._is_synced = is_synced
-        self._is_dead = False
+        self._is_dead = self._is_finished = False
         self._digest = hashlib.sha256()
         self.bytes = 0
 
@@ -94,6 +94,12 @@ class HashedFile(io.RawIOBase):
         self.bytes += view.nbytes
         return view.nbytes
 
+    def flush(self) -> None:
+        """Pass buffered bytes on."""
+        # The base class calls this at its own close, after the target is closed too.
+        if not self._is_dead and not self._is_finished:
+            self._target.flush()
+
     def finish(self) -> None:
         """Put the bytes on disk and close the file."""
         try:
@@ -103,6 +109,7 @@ class HashedFile(io.RawIOBase):
         except OSError:
             self.abandon()
             raise
+        self._is_finished = True
         self._target.close()
 
     def discard(self) -> None:
@@ -156,7 +163,7 @@ class Storage:
         if not self.is_local:
             return HashedFile(self.filesystem.open_output_stream(path), is_synced=False)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        return HashedFile(open(path, "wb", buffering=0), is_synced=True)  # noqa: SIM115
+        return HashedFile(open(path, "wb", buffering=0), is_synced=True)
 
     def write(self, path: str, text: bytes) -> None:
         """Write a small file as a whole or not at all."""
@@ -281,16 +288,25 @@ class Record:
         Raises:
             JobConflict: It is not readable.
         """
-        try:
-            values = json.loads(self._path.read_bytes())
-        except FileNotFoundError:
-            return False
-        except ValueError as error:
-            raise JobConflict(f"{self._path}: is damaged; start again with --restart") from error
+        values = self.peek()
         if values.get("fingerprint") != fingerprint:
             return False
         self.values = values
         return True
+
+    def peek(self) -> dict[str, Any]:
+        """Read the record of any job; empty if there is none.
+
+        Raises:
+            JobConflict: It is not readable.
+        """
+        try:
+            values: dict[str, Any] = json.loads(self._path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise JobConflict(f"{self._path}: is damaged; delete the file") from error
+        return values
 
     def save(self, **values: Any) -> None:  # noqa: ANN401
         """Change values; they are on disk when this returns."""

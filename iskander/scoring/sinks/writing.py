@@ -380,8 +380,8 @@ class UnitWriter:
             if each is None:
                 if len(self._partitions) >= PARTITIONS_MAX:
                     raise LimitExceeded(
-                        f"{self._name}: more than {PARTITIONS_MAX:,} partitions in one unit; choose "
-                        "columns with fewer values for --partition-by"
+                        f"{self._name}: more than {PARTITIONS_MAX:,} partitions in one unit; "
+                        "choose columns with fewer values for --partition-by"
                     )
                 each = self._partitions[folder] = _Partition(folder)
             each.waiting.append(rows)
@@ -416,9 +416,7 @@ class UnitWriter:
         start = 0
         for _, count in counts:
             rows = ordered.slice(start, count)
-            folder = "".join(
-                f"{_quoted(name)}={self._text(name, rows)}/" for name in names
-            )
+            folder = "".join(f"{_quoted(name)}={self._text(name, rows)}/" for name in names)
             yield folder, rows.select(self._schema.names)
             start += count
 
@@ -455,7 +453,8 @@ class UnitWriter:
         if each.writer is None:
             if len(self._open) >= OPEN_MAX:
                 self._close(next(iter(self._open.values())))
-            number = f"-{each.files}" if each.files else ""
+            # `_` comes after the dot of the ending, so that names sort in the order of rows.
+            number = f"_{each.files:05d}" if each.files else ""
             each.path = f"{each.folder}{self._name}{number}{self._layout.ending}"
             file = self._storage.create(f"{self._folder}/{each.path}")
             each.writer = FileWriter(file, self._layout, self._schema)

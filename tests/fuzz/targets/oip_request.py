@@ -197,7 +197,7 @@ def is_expected_error(error: IskanderError, message: Any, raw: bytes) -> bool:
         return raw.count(b"*") > 1
     if "beside raw ones" in text:
         return bool(message.raw_input_contents)
-    if "need one each" in text:
+    if "expected one each" in text:
         return len(message.inputs) != len(message.raw_input_contents)
     if "parameter" in text:
         return bool(message.parameters)

@@ -1,0 +1,410 @@
+"""`iskander score`: arguments, private server, signals, and exit codes of batch scoring.
+
+Exit codes: 0 done; 1 failed; 2 wrong usage; 3 done, with rows in the quarantine; 130 interrupted,
+and resumable with the printed command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Final
+
+from iskander import clock
+from iskander.errors import ConfigError, IskanderError
+
+if TYPE_CHECKING:
+    from iskander.client import Client
+    from iskander.scoring.job import Job
+    from iskander.scoring.journal import Journal
+    from iskander.scoring.report import Report
+    from iskander.scoring.runner import Planned, Stop
+    from iskander.scoring.sources import Source
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_QUARANTINED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+ATTEMPTS: Final = 40
+"""Attempts without a result between them: about a minute, enough for a server that restarts."""
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20,
+                 "gi": 1 << 30}  # fmt: skip
+_SIZE = re.compile(r"(\d+)\s*([kmg]i?)?b?", re.IGNORECASE)
+_PAIR = re.compile(r"([^=]+)=(.+)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command; `--help` fits on one screen."""
+    parser.usage = "iskander score MODEL INPUT... -o OUTPUT [options]"
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="model file or folder; with a server NAME[@VERSION]")
+    add("inputs", nargs="+", metavar="INPUT", help="files, folders, URIs, tables, or - (Arrow)")
+    add("-o", "--output", required=True, metavar="OUTPUT", help="folder, file, table, or -")
+
+    group = parser.add_argument_group("server (default: a private one for this job)")
+    add = group.add_argument
+    add("--server", metavar="ADDRESS,...", help="HOST:PORT or unix:PATH")
+    add("--config", metavar="FILE", help="configuration of a private server with the model")
+    add("--model-version", metavar="VERSION", help="version or alias")
+    add("--tls", action="store_true", help="connect with TLS")
+    for name in ("roots", "certificate", "key"):
+        add(f"--tls-{name}", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+
+    group = parser.add_argument_group("rows and columns")
+    add = group.add_argument
+    add("--map", action="append", default=[], metavar="INPUT=COLUMN", help="repeatable")
+    add("--keep", metavar="COLUMN,...", help="input columns in the output (default: all)")
+    add("--filter", metavar="TEXT", help="such as \"a > 3 and b in ['x', 'y']\"")
+    add("--limit", type=int, metavar="ROWS", help="first rows after the filter")
+    add("--on-error", default="fail", metavar="WHAT", help="fail, null or quarantine=FOLDER")
+
+    group = parser.add_argument_group("output")
+    add = group.add_argument
+    add("--partition-by", default="", metavar="COLUMN,...", help="hive folders")
+    add("--sort-by", default="", metavar="COLUMN,...", help="order of all rows")
+    add("--file-size", metavar="BYTES", help="such as 256MB")
+    add("--compression", metavar="NAME", help="zstd, snappy, gzip, lz4 or none")
+    add("--overwrite", default="error", metavar="WHAT", help="error, append or replace")
+
+    group = parser.add_argument_group("run")
+    add = group.add_argument
+    add("--batch-rows", type=int, default=8192, metavar="N", help="default: %(default)s")
+    add("--concurrency", type=int, default=4, metavar="N", help="streams; default: %(default)s")
+    add("--unit-size", metavar="BYTES", help="input of one unit; default: 128MiB")
+    add("--state", metavar="FOLDER", help="default: _iskander/NAME beside the output")
+    add("--resume", action="store_true", help="require an earlier run, and continue it")
+    add("--restart", action="store_true", help="delete the state of an earlier run")
+    add("--dry-run", action="store_true", help="show the plan; score one batch")
+    add("--progress", default="auto", metavar="KIND", help="auto, bar, plain, json or none")
+    add("--report", metavar="FILE", help="report as JSON; - is stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from iskander.scoring.errors import FilterError
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        code = _run(arguments)
+    except (ConfigError, FilterError) as error:
+        _say(error.message)
+        code = EXIT_USAGE
+    except IskanderError as error:
+        _say(error.message)
+        code = EXIT_FAILED
+    except KeyboardInterrupt:
+        _say("interrupted before the job began")
+        code = EXIT_INTERRUPTED
+    _end_if_busy(code)
+    return code
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from iskander.scoring.progress import open_progress
+
+    model, version = _model(arguments)
+    job = _job(arguments, model, version)
+    # Wrong usage is reported before a server starts.
+    if job.filter is not None:
+        from iskander.scoring.filters import parse_filter
+
+        parse_filter(job.filter)
+    open_progress(arguments.progress).close()
+    with _client(arguments) as (client, files):
+        return _score(arguments, job, client, files)
+
+
+def _model(arguments: argparse.Namespace) -> tuple[str, str | None]:
+    """Name and version of the model."""
+    from iskander.scoring.server import model_name
+
+    given: str = arguments.model
+    if arguments.server and arguments.config:
+        raise ConfigError("--server and --config exclude each other")
+    if not arguments.server and not arguments.config:
+        if arguments.model_version:
+            raise ConfigError("--model-version needs --server or --config; a file has one version")
+        if not Path(given).exists():
+            raise ConfigError(
+                f"{given}: no such model file or folder; for a model of a server, use --server"
+            )
+        return model_name(given), None
+    name, mark, version = given.rpartition("@")
+    if not mark:
+        return given, arguments.model_version
+    if arguments.model_version not in (None, version):
+        raise ConfigError(f"{given} and --model-version {arguments.model_version} differ")
+    return name, version
+
+
+def _job(arguments: argparse.Namespace, model: str, version: str | None) -> Job:
+    from iskander.scoring.job import FILE_BYTES, UNIT_BYTES, Job
+
+    return Job(
+        model=model,
+        version=version,
+        inputs=tuple(arguments.inputs),
+        output=arguments.output,
+        columns=_pairs(arguments.map),
+        keep=None if arguments.keep is None else _names(arguments.keep),
+        filter=arguments.filter,
+        limit=arguments.limit,
+        batch_rows=arguments.batch_rows,
+        concurrency=arguments.concurrency,
+        on_error=arguments.on_error,
+        partition_by=_names(arguments.partition_by),
+        sort_by=_names(arguments.sort_by),
+        unit_bytes=_bytes("unit-size", arguments.unit_size, UNIT_BYTES),
+        file_bytes=_bytes("file-size", arguments.file_size, FILE_BYTES),
+        compression=arguments.compression,
+        overwrite=arguments.overwrite,
+        resume=arguments.resume,
+        restart=arguments.restart,
+        state=arguments.state,
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+def _pairs(texts: list[str]) -> Mapping[str, str]:
+    pairs: dict[str, str] = {}
+    for text in texts:
+        found = _PAIR.fullmatch(text)
+        if found is None or found[1] in pairs:
+            raise ConfigError(f"--map {text}: expected INPUT=COLUMN, each input once")
+        pairs[found[1]] = found[2]
+    return pairs
+
+
+def _bytes(option: str, text: str | None, default: int) -> int:
+    if text is None:
+        return default
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"--{option} {text}: expected a number with KB, MB, GB, KiB, MiB or GiB")
+    return int(found[1]) * _UNITS[(found[2] or "").lower()]
+
+
+@contextlib.contextmanager
+def _client(arguments: argparse.Namespace) -> Iterator[tuple[Client, str | None]]:
+    """Client of the given or of a private server, and the digest of a private model's files."""
+    from iskander.cli.main import TOKEN_VARIABLE
+    from iskander.client import Client, Retry, Tls
+    from iskander.scoring.server import files_digest, private_server
+
+    # The token is in the environment because `ps` shows arguments.
+    token = os.environ.get(TOKEN_VARIABLE, "").strip() or None
+    retry = Retry(attempts=ATTEMPTS)
+    if arguments.server:
+        tls = Tls(arguments.tls_roots, arguments.tls_certificate, arguments.tls_key)
+        with Client(
+            [each for each in arguments.server.split(",") if each],
+            token=token,
+            tls=tls if arguments.tls or any(tls) else None,
+            retry=retry,
+        ) as client:
+            yield client, None
+        return
+    files = None if arguments.config else files_digest(arguments.model)
+    with (
+        private_server(None if arguments.config else arguments.model, config=arguments.config) as (
+            server
+        ),
+        Client(server.address, token=token, retry=retry) as client,
+    ):
+        yield client, files
+
+
+def _score(arguments: argparse.Namespace, job: Job, client: Client, files: str | None) -> int:
+    from iskander.scoring.journal import Journal
+    from iskander.scoring.runner import csv_types, describe, plan_job
+    from iskander.scoring.sources import open_source
+
+    with contextlib.ExitStack() as stack:
+        journal: Journal | None = None
+        # A dry run creates nothing.
+        is_kept = not job.is_stream and (not arguments.dry_run or Path(job.state_folder).exists())
+        if is_kept:
+            journal = stack.enter_context(Journal(job.state_folder))
+        version = job.version
+        if journal is not None and job.resume and version is None:
+            # The server's default version may have changed since.
+            earlier = journal.plan()
+            version = None if earlier is None else earlier.version
+        description = describe(client, job.model, version)
+        source = open_source(
+            job.inputs, unit_bytes=job.unit_bytes, types=csv_types(job, description)
+        )
+        stack.callback(source.close)
+        planned = plan_job(job, source, description, files=files)
+        if arguments.dry_run:
+            _print_plan(job, planned, source, client, journal)
+            return EXIT_DONE
+        return _run_job(arguments, job, planned, source, client, journal)
+
+
+def _run_job(
+    arguments: argparse.Namespace,
+    job: Job,
+    planned: Planned,
+    source: Source,
+    client: Client,
+    journal: Journal | None,
+) -> int:
+    from iskander.scoring.progress import open_progress
+    from iskander.scoring.runner import Interrupted, Parts, Stop
+    from iskander.scoring.runner import run as run_job
+    from iskander.scoring.sinks import open_sink
+
+    sink = open_sink(job)
+    stop = Stop()
+    with _stopped_by_signals(stop):
+        try:
+            report = run_job(
+                Parts(
+                    job=job,
+                    planned=planned,
+                    source=source,
+                    sink=sink,
+                    client=client,
+                    journal=journal if sink.is_resumable else None,
+                    progress=open_progress(arguments.progress),
+                    stop=stop,
+                )
+            )
+        except Interrupted as interrupted:
+            _write_report(arguments, interrupted.report)
+            _say("interrupted")
+            _print_resume(journal)
+            return EXIT_INTERRUPTED
+        except IskanderError as error:
+            _say(f"{error.message} [{error.code}]")
+            _print_resume(journal)
+            return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    with contextlib.suppress(OSError):
+        # The parent of state folders, if this was the only job.
+        Path(job.state_folder).rmdir()
+    with contextlib.suppress(OSError):
+        if job.state is None:
+            Path(job.state_folder).parent.rmdir()
+    _write_report(arguments, report)
+    return EXIT_QUARANTINED if report.quarantined else EXIT_DONE
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(stop: Stop) -> Iterator[None]:
+    """SIGINT and SIGTERM stop the job inside the block; a second one drops units in flight."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop.request()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    earlier = [signal.signal(number, handle) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, earlier, strict=True):
+            signal.signal(number, handler)
+
+
+def _print_resume(journal: Journal | None) -> None:
+    """Print the command that continues the job, if there is something to continue."""
+    if journal is None or not (journal.folder / "plan.json").exists():
+        return
+    words = [each for each in sys.argv[1:] if each not in ("--restart", "--resume")]
+    command = shlex.join(["iskander", *words, "--resume"])
+    sys.stderr.write(f"{len(journal.finished())} units are finished. Resume with:\n  {command}\n")
+
+
+def _write_report(arguments: argparse.Namespace, report: Report) -> None:
+    if arguments.report and arguments.report != "-":
+        try:
+            Path(arguments.report).write_text(json.dumps(report.to_json(), indent=1) + "\n")
+        except OSError as error:
+            _say(f"{arguments.report}: cannot be written: {error.strerror}")
+    elif arguments.report:
+        sys.stderr.write(json.dumps(report.to_json()) + "\n")
+    if arguments.progress != "none":
+        sys.stderr.writelines(f"{line}\n" for line in report.lines())
+
+
+def _print_plan(
+    job: Job, planned: Planned, source: Source, client: Client, journal: Journal | None
+) -> None:
+    """Print what the job would do."""
+    from iskander.scoring.runner import memory_bytes
+
+    plan = planned.plan
+    rows = "unknown" if plan.rows is None else f"{plan.rows:,}"
+    lines = [
+        f"model     {plan.model}, version {plan.version}",
+        f"input     {plan.snapshot.get('kind')}: {len(plan.units)} units, {rows} rows"
+        f"{' before the filter' if job.filter else ''}, {plan.bytes:,} bytes",
+        f"output    {job.output}: {', '.join(planned.output.names)}",
+        f"memory    {memory_bytes(job):,} bytes at most in queues and files",
+    ]
+    columns, accepted = planned.matching.schema, planned.read
+    for name in planned.description.input_types:
+        column = job.columns.get(name, name)
+        top = name.partition(".")[0]
+        given = accepted.field(column).type if column in accepted.names else "field"
+        sent = columns.field(top).type if top in columns.names else given
+        cast = "" if given == sent else f", cast to {sent}"
+        lines.append(f"column    {name} <- {column}: {given}{cast}")
+    lines.append(f"resume    {_resume_text(planned, journal)}")
+    if source.is_resumable:
+        lines.append(f"estimate  {_estimate(job, planned, source, client)}")
+    # Standard output is free: nothing else is written to it in a dry run.
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
+def _resume_text(planned: Planned, journal: Journal | None) -> str:
+    earlier = None if journal is None else journal.plan()
+    if earlier is None or journal is None:
+        return "no earlier run"
+    if earlier.fingerprint != planned.plan.fingerprint:
+        return f"{journal.folder} has another job; --restart deletes it"
+    with (journal.folder / "journal.jsonl").open("rb") as file:
+        count = len({json.loads(line)["index"] for line in file if line.endswith(b"\n")})
+    return f"skips {count} finished units"
+
+
+def _estimate(job: Job, planned: Planned, source: Source, client: Client) -> str:
+    """Score the first batch, and scale its time."""
+    plan = planned.plan
+    batches = source.read(plan.units[0], planned.read.names, planned.filter, job.batch_rows)
+    batch = next(batches, None)
+    if batch is None:
+        return "no rows in the first unit"
+    sent = planned.matching.apply(batch.select(planned.sent))
+    sent = sent.slice(0, planned.description.limits["rows"])
+    started_ns = clock.now_ns()
+    for _ in client.stream(plan.model, [sent], version=plan.version):
+        pass
+    seconds = (clock.now_ns() - started_ns) / clock.NS_PER_S
+    text = f"{sent.num_rows:,} rows in {seconds:.3f} s"
+    if plan.rows is None:
+        return text
+    total = plan.rows if job.limit is None else min(plan.rows, job.limit)
+    return f"{text}; about {total * seconds / sent.num_rows:,.0f} s on one stream"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"iskander: {text}\n")
+
+
+def _end_if_busy(code: int) -> None:
+    """End the process at once if a thread waits for the network: it would crash a normal exit."""
+    if any(each.name.startswith(("unit-", "part-")) for each in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,420 @@
+"""Client of gateways: tables of any library in, results of the same library out.
+
+    score    ->  open_source -> Matching -> slices -> a call or a stream -> restore
+    stream   ->  batches as they are, pipelined; resumed after a retryable failure
+
+Runs on: the caller's threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import pyarrow as pa
+
+from iskander.client.connection import (
+    CALL_TIMEOUT_S,
+    Connection,
+    Tls,
+    encode_terms,
+    require_token,
+)
+from iskander.client.matching import Matching
+from iskander.client.model import Model, ModelDescription, read_description
+from iskander.client.resume import (
+    CALL_ERRORS,
+    WINDOW_BATCHES,
+    WINDOW_BYTES,
+    Item,
+    Outcome,
+    Window,
+    WindowFeed,
+    resumable,
+)
+from iskander.client.retry import OFF, Attempts, Deadline, Retry, RetryBudget
+from iskander.client.slicing import slices
+from iskander.client.tables import open_source
+from iskander.client.targets import Address, Route, Targets
+from iskander.errors import ContractError, IskanderError, LimitExceeded, ModelMoved, ModelNotFound
+
+ResultT = TypeVar("ResultT")
+
+BATCH_ROWS = 65_536
+"""Rows of a batch that a table is cut into, if the server accepts as many."""
+_Key: TypeAlias = tuple[str, str | None]
+"""Name and version of a model, as given."""
+_Columns: TypeAlias = tuple[tuple[str, str], ...]
+DEFAULT_RETRY = Retry()
+CACHED_MAX = 256
+"""Descriptions, and matchings of schemas, of one client."""
+_STALE = (ContractError, ModelMoved, ModelNotFound)
+"""Errors of a server whose model may have changed since it was described."""
+
+
+class Client:
+    """Client of one gateway, or of several with the same models.
+
+    Args:
+        address: `HOST:PORT` or `unix:PATH`, or several of them.
+        timeout_s: Timeout of each call except streams. A slow `load` needs a longer one.
+        token: Token sent with every call.
+        tls: TLS files; None: plaintext.
+        shared_bytes: Size of each stream's shared memory, for large batches to a server on this
+            machine. None: 64 MiB if the server offers it; 0: none.
+        retry: Retries of `score`, `stream` and `outcomes`; `OFF` for none.
+        is_resolved: Use each IP address of a host name as a gateway of its own.
+        is_matched: Match the columns of `score` with the model's contract before they are sent:
+            lossless casts, and errors that name the column. Else the server checks them.
+
+    Raises:
+        ConfigError: The token, an address or a TLS file is invalid.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        token: str | None = None,
+        tls: Tls | None = None,
+        shared_bytes: int | None = None,
+        retry: Retry = DEFAULT_RETRY,
+        is_resolved: bool = False,
+        is_matched: bool = True,
+    ) -> None:
+        require_token(token)
+
+        def connect(each: Address) -> Connection:
+            return Connection(
+                each, timeout_s=timeout_s, token=token, tls=tls, shared_bytes=shared_bytes
+            )
+
+        self._targets = Targets(
+            [address] if isinstance(address, str) else address, connect, is_resolved=is_resolved
+        )
+        self._retry = retry
+        self._budget = RetryBudget()
+        self._timeout_s = timeout_s
+        self._is_matched = is_matched
+        self._lock = threading.Lock()
+        self._descriptions: dict[_Key, ModelDescription] = {}
+        self._matchings: dict[tuple[_Key, pa.Schema, _Columns], Matching] = {}
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections and release idle shared memory."""
+        self._targets.close()
+
+    def health(self) -> dict[str, Any]:
+        """Return the readiness of every model: `{"ready": bool, "models": {...}}`.
+
+        Raises:
+            NotReady: No gateway answers at the address.
+        """
+        return dict(self._action("health"))
+
+    def load(self, model: str) -> list[str]:
+        """Load the current files of a model; return the served versions.
+
+        Raises:
+            IskanderError: The load of a version failed.
+        """
+        return list(self._action("load", {"model": model})["versions"])
+
+    def unload(self, model: str, *, version: str | None = None) -> list[str]:
+        """Stop serving a model, or one version of it; return the unloaded versions.
+
+        Raises:
+            IskanderError: It cannot be unloaded.
+        """
+        return list(self._action("unload", {"model": model, "version": version})["versions"])
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return all models: served with a contract, loading, or failed to load."""
+        return list(self._action("models"))
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters of lanes, workers and memory."""
+        return dict(self._action("stats"))
+
+    def model(self, name: str, *, version: str | None = None) -> Model:
+        """Return a model with its contract as schemas, and its calls.
+
+        Raises:
+            IskanderError: There is no such model, or it is not loaded.
+        """
+        self._forget((name, version))
+        description = self._describe((name, version), Deadline(self._timeout_s))
+        return Model(self, description, version=version)
+
+    def score(
+        self,
+        model: str,
+        data: Any,  # noqa: ANN401
+        *,
+        version: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        terms: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Score a table; return the results as a table of the same library, in its order.
+
+        Result strings are `utf8` or `binary`, as in the contract. bfloat16 is uint16 in a field
+        with the metadata `ARROW:extension:name` = `iskander.bfloat16`.
+
+        Args:
+            model: Name of the model.
+            data: A pyarrow, Polars, pandas, DuckDB or Ibis table, any object with
+                `__arrow_c_stream__` or `__arrow_c_array__`, or a dict of NumPy arrays. It is cut
+                into batches within the server's limits.
+            version: A version or an alias; None: the server's routing decides.
+            columns: Name of the data's column for an input's name, where they differ.
+            terms: Terms of all batches, as of `stream`.
+            timeout_s: Timeout of the whole call with its retries.
+
+        Raises:
+            ContractError: The data is no table, or its columns do not match the model.
+            IskanderError: The server's error.
+        """
+        source = open_source(data)
+        key = (model, version)
+        deadline = Deadline(timeout_s)
+        batches = source.batches
+        if self._is_matched:
+            matching = self._matching(key, source.schema, columns, deadline)
+            batches = self._matched(matching, source.schema, batches)
+        first = next(batches)
+        second = next(batches, None)
+        path, terms = _descriptor_path(model, version), terms or {}
+        try:
+            if second is None:
+                results: Iterator[pa.RecordBatch] = iter(
+                    [self._score_one(path, first, terms, deadline)]
+                )
+            else:
+                sent = itertools.chain([first, second], batches)
+                results = self._stream(path, sent, terms, deadline, resume=True)
+            result = next(results)
+        except _STALE:
+            self._forget(key)
+            raise
+        return source.restore(result.schema, itertools.chain([result], results))
+
+    def stream(
+        self,
+        model: str,
+        batches: Iterable[Item],
+        *,
+        version: str | None = None,
+        terms: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        resume: bool = True,
+    ) -> Iterator[pa.RecordBatch]:
+        """Score a stream of batches; yield one result for each, in order.
+
+        Args:
+            model: Name of the model.
+            batches: Batches of one schema, with or without terms. A separate thread reads them as
+                far ahead of the results as the server's flow control allows; with retries, at most
+                `WINDOW_BATCHES` and `WINDOW_BYTES`, which are kept until their results arrive.
+            version: A version or an alias; None: the server's routing decides.
+            terms: Terms of all batches: `client`, `priority`, `urgency`, `deadline_ms`, `ttl_ms`,
+                `steps_remaining`, `newest_wins`, `route_key`; a batch's own may include
+                `timestamp_ns`.
+            timeout_s: Timeout of the whole stream with its retries.
+            resume: Continue on another connection after a retryable failure, if retries are on.
+
+        Raises:
+            IskanderError: The server's error.
+        """
+        path = _descriptor_path(model, version)
+        return self._stream(path, batches, terms or {}, Deadline(timeout_s), resume=resume)
+
+    def outcomes(
+        self,
+        model: str,
+        batches: Iterable[Item],
+        *,
+        version: str | None = None,
+        terms: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        resume: bool = True,
+    ) -> Iterator[pa.RecordBatch | IskanderError]:
+        """Score as `stream`, but yield the error of a batch in place of its result.
+
+        This covers overload, deadlines and invalid batches; errors of the stream are raised.
+        """
+        path = _descriptor_path(model, version)
+        terms = {**(terms or {}), "errors": "in-band"}
+        return self._stream(path, batches, terms, Deadline(timeout_s), resume=resume)
+
+    @property
+    def _regions(self) -> Any:  # noqa: ANN401
+        """Regions of a target."""
+        lease = self._targets.pick()
+        self._targets.release(lease)
+        return lease.connection.regions
+
+    def _matched(
+        self, matching: Matching, schema: pa.Schema, batches: Iterator[pa.RecordBatch]
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the model's columns in batches within the server's limits."""
+        description = matching.model
+        limits = description.limits
+        if description.ranked_within:
+            # A rank is within one batch, so a table is one batch.
+            whole = pa.Table.from_batches(batches, schema).combine_chunks()
+            batches = iter(whole.to_batches() or [pa.RecordBatch.from_pylist([], schema)])
+        rows_max = min(limits["rows"], BATCH_ROWS)
+        first = next(batches)
+        is_small = first.num_rows <= rows_max and first.nbytes <= limits["string_bytes"]
+        second = next(batches, None)
+        if second is None and is_small:
+            return iter([matching.apply(first)])
+        rest = [first] if second is None else itertools.chain([first, second], batches)
+        if description.ranked_within and first.num_rows > limits["rows"]:
+            text = f"model `{description.name}` ranks all rows of a batch: {first.num_rows:,} rows"
+            raise LimitExceeded(f"{text}, limit {limits['rows']:,} (`limits.rows`)")
+        return slices(
+            _apply(matching, rest),
+            rows_max=limits["rows"] if description.ranked_within else rows_max,
+            bytes_max=limits["bytes"],
+            string_bytes_max=limits["string_bytes"],
+        )
+
+    def _matching(
+        self,
+        key: _Key,
+        schema: pa.Schema,
+        columns: Mapping[str, str] | None,
+        deadline: Deadline,
+    ) -> Matching:
+        """Return the cached matching of a schema."""
+        matching_key = (key, schema, tuple(sorted(columns.items())) if columns else ())
+        matching = self._matchings.get(matching_key)
+        if matching is None:
+            matching = Matching(self._describe(key, deadline), schema, columns=columns)
+            with self._lock:
+                if len(self._matchings) >= CACHED_MAX:
+                    self._matchings.clear()
+                self._matchings[matching_key] = matching
+        return matching
+
+    def _describe(self, key: _Key, deadline: Deadline) -> ModelDescription:
+        description = self._descriptions.get(key)
+        if description is None:
+            fields = {"model": key[0], "version": key[1]}
+
+            def describe(connection: Connection, left_s: float | None) -> list[bytes]:
+                return connection.action("contract", fields, timeout_s=left_s)
+
+            description = read_description(self._call(describe, 0, deadline))
+            with self._lock:
+                if len(self._descriptions) >= CACHED_MAX:
+                    self._descriptions.clear()
+                self._descriptions[key] = description
+        return description
+
+    def _forget(self, key: _Key) -> None:
+        """Ask the server again at the next use: the model may have changed."""
+        with self._lock:
+            self._descriptions.pop(key, None)
+            for each in [each for each in self._matchings if each[0] == key]:
+                del self._matchings[each]
+
+    def _score_one(
+        self, path: list[str], batch: pa.RecordBatch, terms: Mapping[str, Any], deadline: Deadline
+    ) -> pa.RecordBatch:
+        headers = encode_terms(terms)
+
+        def score(connection: Connection, left_s: float | None) -> pa.RecordBatch | None:
+            if connection.may_share(batch):
+                return None
+            return connection.score(path, batch, headers, left_s)
+
+        result = self._call(score, batch.num_rows, deadline)
+        if result is None:
+            (result,) = self._stream(path, [batch], terms, deadline, resume=True)
+        return result
+
+    def _call(
+        self,
+        call: Callable[[Connection, float | None], ResultT],
+        rows: int,
+        deadline: Deadline,
+    ) -> ResultT:
+        """Make a call on a target, and again after a retryable failure."""
+        route = Route(self._targets)
+        attempts = Attempts(self._retry, self._budget, deadline)
+        while True:
+            failure: Exception | None = None
+            lease = route.begin(rows)
+            try:
+                result = call(lease.connection, deadline.remaining_s())
+                attempts.succeed()
+                return result
+            except CALL_ERRORS as error:
+                failure = error
+            finally:
+                route.end(lease, failure)
+            attempts.wait_after(failure)
+
+    def _stream(
+        self,
+        path: list[str],
+        batches: Iterable[Item],
+        terms: Mapping[str, Any],
+        deadline: Deadline,
+        *,
+        resume: bool,
+    ) -> Iterator[Any]:
+        retry = self._retry if resume else OFF
+        window = Window(
+            iter(batches),
+            deadline,
+            deadline_ms=terms.get("deadline_ms"),
+            batches_max=WINDOW_BATCHES if retry.is_enabled else None,
+            bytes_max=WINDOW_BYTES if retry.is_enabled else None,
+        )
+        headers = encode_terms(terms)
+        route = Route(self._targets)
+
+        def connect(feed: WindowFeed) -> Iterator[Outcome]:
+            failure: Exception | None = None
+            feed.load = lease = route.begin(window.rows)
+            try:
+                yield from lease.connection.exchange(path, feed, headers, deadline.remaining_s())
+            except CALL_ERRORS as error:
+                failure = None if error is window.error else error
+                raise
+            finally:
+                route.end(lease, failure)
+
+        yield from resumable(connect, window, Attempts(retry, self._budget, deadline))
+
+    def _action(self, name: str, fields: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+        lease = self._targets.pick()
+        try:
+            return json.loads(lease.connection.action(name, fields)[0])
+        finally:
+            self._targets.release(lease)
+
+
+def _apply(matching: Matching, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    row = 0
+    for batch in batches:
+        yield matching.apply(batch, first_row=row)
+        row += batch.num_rows
+
+
+def _descriptor_path(model: str, version: str | None) -> list[str]:
+    return [model] if version is None else [model, version]

@@ -1,0 +1,136 @@
+"""Report of a scoring job: rows, seconds by stage, and latency of batches, as text and JSON.
+
+Runs in: the operator's tool; `Counters` are shared by the threads of a job.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+LATENCIES_MAX: Final = 8192
+"""Latencies that are kept; above it, every second one is dropped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Result of one run.
+
+    Attributes:
+        model: Name of the model.
+        version: Version of the model.
+        digest: Digest of the model.
+        output: Output of the job.
+        state: `done`, `interrupted` or `failed`.
+        units: Units of the plan.
+        units_resumed: Units that an earlier run had finished.
+        rows_in: Rows that were read, after the filter, in all runs of the job.
+        rows_out: Rows of the output.
+        quarantined: Rows in the quarantine folder.
+        errors: Rows that the model or the server rejected.
+        bytes_out: Bytes of the output, before units are joined.
+        seconds: Duration of this run.
+        read_s: Time of the threads that read.
+        score_s: Time in which results were awaited from the server.
+        write_s: Time of the threads that wrote.
+        batch_p50_ms: Median time from sending a batch to its result; None without batches.
+        batch_p95_ms: 95th percentile of the same.
+    """
+
+    model: str
+    version: str
+    digest: str
+    output: str
+    state: str
+    units: int
+    units_resumed: int
+    rows_in: int
+    rows_out: int
+    quarantined: int
+    errors: int
+    bytes_out: int
+    seconds: float
+    read_s: float
+    score_s: float
+    write_s: float
+    batch_p50_ms: float | None
+    batch_p95_ms: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Render for a terminal."""
+        rate = self.rows_in / self.seconds if self.seconds > 0 else 0.0
+        resumed = f", {self.units_resumed} from an earlier run" if self.units_resumed else ""
+        lines = [
+            f"model     {self.model}, version {self.version}",
+            f"output    {self.output} ({self.state})",
+            f"units     {self.units}{resumed}",
+            f"rows      {self.rows_in:,} in, {self.rows_out:,} out, "
+            f"{self.quarantined:,} quarantined, {self.errors:,} rejected",
+            f"time      {self.seconds:.1f} s ({rate:,.0f} rows/s); threads: read "
+            f"{self.read_s:.1f} s, score {self.score_s:.1f} s, write {self.write_s:.1f} s",
+        ]
+        if self.batch_p50_ms is not None:
+            lines.append(
+                f"batches   p50 {self.batch_p50_ms:.1f} ms, p95 {self.batch_p95_ms:.1f} ms"
+            )
+        return lines
+
+
+class Latencies:
+    """Sample of durations, evenly spread over a job, of a bounded size."""
+
+    def __init__(self, count_max: int = LATENCIES_MAX) -> None:
+        self._count_max = count_max
+        self._values: list[float] = []
+        self._step = 1
+        self._skipped = 0
+
+    def add(self, value: float) -> None:
+        """Add a duration, or skip it."""
+        self._skipped += 1
+        if self._skipped < self._step:
+            return
+        self._skipped = 0
+        self._values.append(value)
+        if len(self._values) >= self._count_max:
+            self._values = self._values[1::2]
+            self._step *= 2
+
+    def percentile(self, percent: float) -> float | None:
+        """Return the value that `percent` of the durations do not exceed; None without any."""
+        if not self._values:
+            return None
+        ordered = sorted(self._values)
+        index = -(-len(ordered) * percent // 100) - 1
+        return ordered[max(int(index), 0)]
+
+
+class Counters:
+    """Sums of a running job."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._latencies = Latencies()
+        self.rows_in = self.rows_out = self.quarantined = self.errors = self.bytes_out = 0
+        self.read_s = self.score_s = self.write_s = 0.0
+
+    def add(self, **values: float) -> None:
+        """Add to sums by name."""
+        with self._lock:
+            for name, value in values.items():
+                setattr(self, name, getattr(self, name) + value)
+
+    def add_latency(self, ms: float) -> None:
+        """Add the latency of a batch."""
+        with self._lock:
+            self._latencies.add(ms)
+
+    def percentile(self, percent: float) -> float | None:
+        """Return a percentile of the latencies."""
+        with self._lock:
+            return self._latencies.percentile(percent)

@@ -1,0 +1,248 @@
+"""Private server of one job: a gateway on a unix socket that ends with this process.
+
+A thread starts the gateway, and starts it again if it dies. The kernel sends the gateway SIGTERM at
+the death of that thread, so that no server outlives the command, even after SIGKILL.
+
+Runs in: the operator's tool, main thread and one thread. Source: prctl(2), PR_SET_PDEATHSIG.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from iskander import clock
+from iskander.client import OFF, Client
+from iskander.errors import ConfigError, IskanderError, NotReady
+
+READY_S: Final = 180.0
+"""Time from the start of the gateway to a ready model."""
+STOP_S: Final = 15.0
+DRAIN_S: Final = 5.0
+STARTS_MAX: Final = 4
+"""Starts of the gateway in one job, the first included."""
+SOCKET_PATH_BYTES_MAX: Final = 100
+"""Below the limit of 107 bytes of a unix socket's path."""
+MODEL_FILES_MAX: Final = 10_000
+_LOG_BYTES: Final = 4000
+_POLL_S: Final = 0.1
+_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
+_WRAPPER: Final = (
+    "import ctypes, os, signal, sys\n"
+    "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
+    "if os.getppid() != int(sys.argv[1]): os._exit(1)\n"
+    "command = [sys.executable, '-P', '-m', 'iskander.gateway', *sys.argv[2:]]\n"
+    "os.execv(sys.executable, command)\n"
+)
+"""Program of the child before it becomes the gateway; exec keeps the parent's death signal."""
+
+
+def model_name(path: str) -> str:
+    """Name of the model of a path: the file's, or the folder's of `model.onnx` or a version."""
+    parts = [part for part in Path(path).absolute().parts if part not in ("/", "")]
+    last = Path(parts[-1]).stem if Path(path).is_file() else parts[-1]
+    if len(parts) > 1 and (last == "model" or last.isdecimal()):
+        parts.pop()
+        last = parts[-1]
+        if last.isdecimal() and len(parts) > 1:
+            last = parts[-2]
+    name = _NAME.sub("-", last)[:100]
+    return name if name[:1].isalnum() else f"model{name}"
+
+
+def files_digest(path: str) -> str:
+    """Hash the names and contents of a model's files.
+
+    Raises:
+        ConfigError: There are too many files, or one cannot be read.
+    """
+    root = Path(path)
+    digest = hashlib.sha256()
+    try:
+        # External weights lie beside the file.
+        folder = root.parent if root.is_file() else root
+        names = [root] if root.is_file() and root.suffix != ".onnx" else folder.rglob("*")
+        files = sorted(each for each in names if each.is_file())
+        if len(files) > MODEL_FILES_MAX:
+            raise ConfigError(
+                f"{folder}: {len(files):,} files beside the model; limit {MODEL_FILES_MAX:,}; move "
+                "the model to a folder of its own"
+            )
+        for each in files:
+            digest.update(f"{each.relative_to(folder)}\0".encode("utf-8", "surrogateescape"))
+            with each.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+class PrivateServer:
+    """A gateway of this process.
+
+    Args:
+        settings: Values of `--set`, by `SECTION.KEY`.
+        config: Configuration file.
+        folder: Folder of sockets and the log.
+
+    Attributes:
+        address: Its address for a client.
+        starts: Number of starts of the gateway.
+    """
+
+    def __init__(self, settings: dict[str, Any], config: Path, folder: Path) -> None:
+        self.address = f"unix:{folder / 'server.sock'}"
+        self.starts = 0
+        self._log = folder / "gateway.log"
+        settings = {
+            "server.address": self.address,
+            "server.runtime_directory": str(folder / "run"),
+            "server.processes": 1,
+            "server.drain_s": DRAIN_S,
+            "shared_memory.path": str(folder / "shared.sock"),
+            "admin.address": "",
+            "lanes.ttl_ms": 0,
+            **settings,
+        }
+        self._arguments = ["--config", str(config)]
+        for key, value in settings.items():
+            self._arguments += ["--set", f"{key}={json.dumps(value)}"]
+        self._stopped = threading.Event()
+        self._ended = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="private-server", daemon=True)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the gateway."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the gateway and wait for the models.
+
+        Raises:
+            NotReady: It ended, or it was not ready before the deadline.
+        """
+        self._thread.start()
+        deadline_ns = clock.now_ns() + int(READY_S * clock.NS_PER_S)
+        with Client(self.address, timeout_s=5.0, shared_bytes=0, retry=OFF) as client:
+            while True:
+                if self._ended.is_set():
+                    raise NotReady(f"the private server ended at its start: {self.log_tail()}")
+                with contextlib.suppress(IskanderError):
+                    if client.health()["ready"]:
+                        return
+                if clock.now_ns() > deadline_ns:
+                    raise NotReady(
+                        f"the private server is not ready after {READY_S:g} s: {self.log_tail()}"
+                    )
+                self._ended.wait(_POLL_S)
+
+    def stop(self) -> None:
+        """End the gateway with SIGTERM, and with SIGKILL after a deadline."""
+        self._stopped.set()
+        self._thread.join(2 * STOP_S)
+
+    def log_tail(self) -> str:
+        """Last lines of the gateway's log."""
+        try:
+            text = self._log.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace")
+        except OSError:
+            return "no log"
+        return " | ".join(text.strip().splitlines()[-5:])[-800:] or "its log is empty"
+
+    def _run(self) -> None:
+        """Start the gateway, and again after its death; end it when stopped."""
+        while not self._stopped.is_set() and self.starts < STARTS_MAX:
+            self.starts += 1
+            process = self._process = self._spawn()
+            while process.poll() is None and not self._stopped.wait(_POLL_S):
+                pass
+            if self._stopped.is_set():
+                _end(process)
+            elif process.returncode >= 0:
+                break  # It ended by itself: the next start would end in the same way.
+        self._ended.set()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        # A service manager's notifications are of the command, and a terminal's SIGINT is for the
+        # command only.
+        environment = {k: v for k, v in os.environ.items() if k != "NOTIFY_SOCKET"}
+        command = [sys.executable, "-P", "-c", _WRAPPER, str(os.getpid()), *self._arguments]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                process_group=0,
+            )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(STOP_S)
+
+
+@contextlib.contextmanager
+def private_server(
+    model: str | None = None, *, config: str | None = None
+) -> Iterator[PrivateServer]:
+    """Serve one model file or folder, or the models of a configuration, inside the block.
+
+    Args:
+        model: Path of a model; needed without a configuration.
+        config: Configuration, whose addresses are replaced.
+
+    Raises:
+        ConfigError: The file does not exist.
+        NotReady: The server does not start.
+    """
+    given = model if config is None else config
+    assert given is not None
+    if not Path(given).exists():
+        raise ConfigError(
+            f"{given}: does not exist; without --server, MODEL is a model file or folder, or a "
+            "model of --config"
+        )
+    folder = Path(tempfile.mkdtemp(prefix="isk-score-"))
+    if len(str(folder)) > SOCKET_PATH_BYTES_MAX - 20:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="isk-score-", dir="/tmp"))
+    settings: dict[str, Any] = {}
+    try:
+        path = Path(given).absolute()
+        if config is None:
+            path = folder / "iskander.toml"
+            table = {"name": model_name(given), "path": str(Path(given).absolute())}
+            lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+            path.write_text("\n".join(["[[models]]", *lines]) + "\n")
+            # The model is the caller's own, and a sandboxed load starts a process more.
+            settings["loading.sandbox"] = False
+        server = PrivateServer(settings, path, folder)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

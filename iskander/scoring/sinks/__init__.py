@@ -1,0 +1,112 @@
+"""Outputs of scoring jobs: files, Delta tables, Iceberg tables, and standard output.
+
+Units are staged one by one and committed together. Imports pyarrow; the libraries of table formats
+and of the sort are loaded only for their jobs.
+Runs in: the operator's tool, threads of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import pyarrow as pa
+
+from iskander.scoring.job import STREAM, Job
+from iskander.scoring.journal import Finished
+from iskander.scoring.plan import Plan, Unit
+from iskander.scoring.sinks.writing import Staged
+
+DELTA = "delta://"
+ICEBERG = "iceberg://"
+
+
+class Sink(Protocol):
+    """An output that shows either none or all results of a job.
+
+    A job calls `prepare`; `recover` for each unit of its journal and `stage` for each other unit;
+    `commit`; then it removes the journal; then `finish`. After a crash between any two of them the
+    next run repeats them from `prepare`. Only `stage` is called from several threads.
+    """
+
+    @property
+    def is_resumable(self) -> bool:
+        """True if another process can go on with the output."""
+
+    def prepare(self, plan: Plan, schema: pa.Schema, *, is_resumed: bool) -> None:
+        """Check the output before anything is scored, and begin.
+
+        Args:
+            plan: Plan of the job.
+            schema: Columns of the results, in order.
+            is_resumed: `Journal.begin` found an earlier run of this plan. Otherwise staged units of
+                this plan are deleted.
+
+        Raises:
+            OutputExists: The output exists and `overwrite` does not permit to change it.
+            OutputError: The output cannot be written.
+            JobConflict: Another job has staged units for this output.
+            ConfigError: The options do not fit the columns, or a library is not installed.
+            Unsupported: The format has no type for a column.
+        """
+
+    def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
+        """Write the results of a unit, invisible to readers; they are on disk when this returns.
+
+        Staging a unit again replaces it. Equal rows give equal bytes, whatever the batches are.
+        Errors of the iterator pass through, and nothing of the unit remains.
+
+        Raises:
+            OutputError: The system rejects to write.
+            ContractError: A batch does not fit the schema of `prepare`.
+        """
+
+    def recover(self, unit: Unit, finished: Finished) -> Staged | None:
+        """Find a unit of the journal; None if its files are lost and it must be staged again."""
+
+    def commit(self, plan: Plan, staged: Sequence[Staged]) -> None:
+        """Make all units visible. It is safe to repeat after a crash at any moment.
+
+        Raises:
+            OutputExists: The output was created by another program since `prepare`.
+            OutputError: The system rejects to write, or staged files are lost.
+        """
+
+    def abort(self) -> None:
+        """Delete all staged units of a job that is not resumed; nothing after a commit began."""
+
+    def finish(self) -> None:
+        """Delete what a repeated commit needs; call it after the journal was removed."""
+
+
+def open_sink(job: Job) -> Sink:
+    """Open the output of a job; nothing is changed before `prepare`.
+
+    Raises:
+        ConfigError: The options do not fit the output, or a library is not installed.
+        OutputError: The filesystem or the catalog cannot be opened.
+    """
+    if job.output == STREAM:
+        from iskander.scoring.sinks.stream import StreamSink
+
+        return StreamSink(job)
+    if job.output.startswith(ICEBERG):
+        from iskander.scoring.sinks.iceberg import IcebergSink
+
+        return IcebergSink(job)
+    if job.output.startswith(DELTA) or _has_log(job.output):
+        from iskander.scoring.sinks.delta import DeltaSink
+
+        return DeltaSink(job)
+    from iskander.scoring.sinks.files import FileSink
+
+    return FileSink(job)
+
+
+def _has_log(output: str) -> bool:
+    """Whether an output is the folder of a Delta table."""
+    from iskander.scoring.sinks.storage import storage_of, writing
+
+    storage, path = storage_of(output)
+    with writing(output):
+        return storage.kind(f"{path}/_delta_log") == "folder"

@@ -1,0 +1,377 @@
+"""`iskander score` as a command: files, streams, filters, rejected rows, signals and lost servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+import pytest
+from onnx import TensorProto, helper
+from support import models
+from support.processes import BIN, Gateway, eventually, running
+from support.repositories import Folder
+
+ROWS = 4000
+FILES = 4
+UNITS = 8
+WITHIN_S = 60.0
+
+
+def dense(folder: Path) -> Path:
+    """`y = relu(x w)` on rows of four floats."""
+    weights = np.random.default_rng(5).standard_normal((4, 2)).astype(np.float32)
+    return models.save(
+        folder,
+        [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Relu", ["m"], ["y"])],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 2])],
+        [helper.make_tensor("w", TensorProto.FLOAT, [4, 2], weights.ravel())],
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and inputs of all tests."""
+    folder = tmp_path_factory.mktemp("score")
+    models.row_ids(folder / "ids")
+    models.looping(folder / "slow", 20_000, 0)
+    dense(folder / "dense")
+    (folder / "in").mkdir()
+    each = ROWS // FILES
+    for index in range(FILES):
+        x = list(range(index * each, (index + 1) * each))
+        table = pa.table({"x": x, "label": [f"r{value % 7}" for value in x]})
+        pq.write_table(table, folder / f"in/f{index}.parquet", row_group_size=each // 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gateway(place: Path) -> Iterator[Gateway]:
+    paths = {name: str(place / name) for name in ("ids", "dense")}
+    served = [{"name": name, "path": path} for name, path in paths.items()]
+    folder = place / "server"
+    folder.mkdir()
+    with running(folder, served, workers={"count": 1}) as gateway:
+        yield gateway
+
+
+def command(*words: str | Path) -> list[str]:
+    return [str(BIN / "iskander"), "score", *map(str, words)]
+
+
+def begin(tmp_path: Path, *words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start the command, with its private server's files below `tmp_path`."""
+    environment = dict(os.environ, TMPDIR=str(tmp_path))
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen(command(*words), env=environment, cwd=tmp_path, **streams)
+
+
+def score(
+    tmp_path: Path, *words: str | Path, code: int = 0, data: bytes | None = None
+) -> tuple[bytes, str]:
+    """Run the command; return its output and its error text."""
+    process = begin(tmp_path, *words, stdin=subprocess.DEVNULL if data is None else subprocess.PIPE)
+    out, error = process.communicate(data, timeout=WITHIN_S)
+    assert process.returncode == code, error.decode()
+    return out, error.decode()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Contents of all files below a folder."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def slow_words(place: Path, output: Path) -> list[str | Path]:
+    """A job of eight units with several batches each."""
+    size = (place / "in/f0.parquet").stat().st_size // 2
+    return [
+        place / "slow", place / "in", "-o", output, "--batch-rows", "50", "--unit-size", str(size),
+        "--concurrency", "2", "--keep", "label", "--progress", "none",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place: Path) -> dict[str, bytes]:
+    """Files of the slow job, whose output has the same path in each test's own folder."""
+    folder = place / "undisturbed"
+    folder.mkdir()
+    score(folder, *slow_words(place, Path("out")))
+    assert sum(name.startswith("part-") for name in files(folder / "out")) == UNITS
+    return files(folder / "out")
+
+
+def finished_units(folder: Path) -> int:
+    journal = folder / "_iskander/out/journal.jsonl"
+    return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+
+def children(pid: int, text: str) -> list[psutil.Process]:
+    """Processes below the command with a text in their command line."""
+    try:
+        found = psutil.Process(pid).children(recursive=True)
+        return [each for each in found if text in " ".join(each.cmdline())]
+    except psutil.Error:
+        return []
+
+
+# -- Inputs, outputs and columns
+
+
+def test_parquet_folder_equals_onnx_runtime_in_process(
+    gateway: Gateway, place: Path, tmp_path: Path
+) -> None:
+    features = np.random.default_rng(1).standard_normal((1000, 4)).astype(np.float32)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), 4)
+    pq.write_table(pa.table({"id": list(range(1000)), "x": column}), tmp_path / "in.parquet")
+    score(
+        tmp_path, "dense", "in.parquet", "-o", "out", "--server", gateway.address, "--keep", "id",
+        "--batch-rows", "100",
+    )  # fmt: skip
+    result = pq.read_table(tmp_path / "out")
+    assert result["id"].to_pylist() == list(range(1000))
+    expected = np.concatenate(
+        [
+            models.in_process(place / "dense", {"x": features[start : start + 100]})[0]
+            for start in range(0, 1000, 100)
+        ]
+    )
+    got = np.array(result["y"].to_pylist(), np.float32)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_private_server_scores_a_folder_and_ends(place: Path, tmp_path: Path) -> None:
+    _, text = score(tmp_path, place / "ids", place / "in", "-o", "out", "--report", "report.json")
+    result = pq.read_table(tmp_path / "out")
+    assert result.column_names == ["x", "label", "y"]
+    assert result["x"].to_pylist() == list(range(ROWS))
+    assert result["y"].to_pylist() == [3 * x + 1 for x in range(ROWS)]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["rows_in"], report["rows_out"], report["state"]) == (ROWS, ROWS, "done")
+    assert f"{ROWS:,} in" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "report.json"}
+
+
+def test_map_keep_filter_and_limit(gateway: Gateway, tmp_path: Path) -> None:
+    table = pa.table({"number": list(range(500)), "b": ["x", "y"] * 250, "c": [1.5] * 500})
+    pq.write_table(table, tmp_path / "in.parquet")
+    score(
+        tmp_path, "ids", "in.parquet", "-o", "out.parquet", "--server", gateway.address,
+        "--map", "x=number", "--keep", "b,number", "--limit", "20", "--batch-rows", "7",
+        "--filter", "number > 100 and b == 'x'",
+    )  # fmt: skip
+    result = pq.read_table(tmp_path / "out.parquet")
+    assert result.column_names == ["b", "number", "y"]
+    wanted = list(range(102, 142, 2))
+    assert result["number"].to_pylist() == wanted
+    assert result["y"].to_pylist() == [3 * x + 1 for x in wanted]
+
+
+def test_csv_in_and_out(gateway: Gateway, tmp_path: Path) -> None:
+    pacsv.write_csv(pa.table({"x": list(range(300))}), tmp_path / "in.csv")
+    score(tmp_path, "ids", "in.csv", "-o", "out.csv", "--server", gateway.address)
+    assert pacsv.read_csv(tmp_path / "out.csv")["y"].to_pylist() == [3 * x + 1 for x in range(300)]
+
+
+def test_arrow_stream_in_and_out(gateway: Gateway, tmp_path: Path) -> None:
+    sink = pa.BufferOutputStream()
+    table = pa.table({"x": list(range(1000))})
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=90)
+    words = ("ids", "-", "-o", "-", "--server", gateway.address, "--progress", "none")
+    out, _ = score(tmp_path, *words, data=sink.getvalue().to_pybytes())
+    assert pa.ipc.open_stream(out).read_all()["y"].to_pylist() == [3 * x + 1 for x in range(1000)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(
+    gateway: Gateway, place: Path, tmp_path: Path
+) -> None:
+    table = pa.table({"number": pa.array(range(100), pa.int32())})
+    pq.write_table(table, tmp_path / "in.parquet")
+    before = files(tmp_path)
+    out, _ = score(
+        tmp_path, "ids", "in.parquet", "-o", "out", "--server", gateway.address,
+        "--map", "x=number", "--dry-run",
+    )  # fmt: skip
+    text = out.decode()
+    assert "1 units, 100 rows" in text
+    assert "x <- number: int32" in text
+    assert "no earlier run" in text
+    assert files(tmp_path) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"in.parquet"}
+
+
+# -- Errors and exit codes
+
+
+def test_existing_output_is_refused(gateway: Gateway, place: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/data.parquet").write_bytes(b"kept")
+    words = ("ids", place / "in", "-o", "out", "--server", gateway.address)
+    _, text = score(tmp_path, *words, code=1)
+    assert "out" in text and "--overwrite" in text
+    assert files(tmp_path) == {"out/data.parquet": b"kept"}
+
+
+@pytest.fixture
+def with_nulls(tmp_path: Path) -> Path:
+    x: list[int | None] = list(range(300))
+    x[17] = x[18] = x[250] = None
+    path = tmp_path / "nulls.parquet"
+    pq.write_table(pa.table({"x": x, "id": list(range(300))}), path)
+    return path
+
+
+def test_rejected_row_fails_the_job(gateway: Gateway, with_nulls: Path, tmp_path: Path) -> None:
+    words = ("ids", with_nulls, "-o", "out", "--server", gateway.address)
+    _, text = score(tmp_path, *words, code=1)
+    assert "nulls" in text and "--resume" in text
+    assert not list(tmp_path.glob("out/part-*"))
+
+
+def test_rejected_rows_are_null(gateway: Gateway, with_nulls: Path, tmp_path: Path) -> None:
+    words = ("ids", with_nulls, "-o", "out", "--server", gateway.address, "--batch-rows", "64")
+    score(tmp_path, *words, "--on-error", "null")
+    result = pq.read_table(tmp_path / "out")
+    assert result["id"].to_pylist() == list(range(300))
+    bad = (17, 18, 250)
+    assert result["y"].to_pylist() == [None if i in bad else 3 * i + 1 for i in range(300)]
+
+
+def test_rejected_rows_are_quarantined(
+    gateway: Gateway, with_nulls: Path, tmp_path: Path
+) -> None:
+    words = ("ids", with_nulls, "-o", "out", "--server", gateway.address, "--batch-rows", "64")
+    score(tmp_path, *words, "--on-error", "quarantine=bad", "--keep", "id", code=3)
+    good = [i for i in range(300) if i not in (17, 18, 250)]
+    result = pq.read_table(tmp_path / "out")
+    assert result["id"].to_pylist() == good
+    assert result["y"].to_pylist() == [3 * i + 1 for i in good]
+    bad = pq.read_table(tmp_path / "bad")
+    assert bad["id"].to_pylist() == [17, 18, 250]
+    assert bad["error_code"].to_pylist() == ["contract"] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (("ids", "in", "-o", "out", "--batch-rows", "0"), 2, "batch_rows"),
+        (("ids", "in", "-o", "out", "--filter", "__import__('os')"), 2, "filter"),
+        (("none", "in", "-o", "out"), 2, "none"),
+        (("ids",), 2, "usage"),
+    ],
+)
+def test_wrong_usage_exits_with_2(
+    place: Path, tmp_path: Path, words: tuple[str, ...], code: int, expected: str
+) -> None:
+    given = [place / word if word in ("ids", "in") else word for word in words]
+    _, text = score(tmp_path, *given, code=code)
+    assert expected in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_model_exits_with_1(gateway: Gateway, place: Path, tmp_path: Path) -> None:
+    words = ("nothing", place / "in", "-o", "out", "--server", gateway.address)
+    _, text = score(tmp_path, *words, code=1)
+    assert "nothing" in text
+
+
+# -- Signals and lost processes
+
+
+def test_sigint_prints_the_command_that_resumes_to_equal_bytes(
+    place: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    process = begin(tmp_path, *slow_words(place, Path("out")))
+    eventually(lambda: finished_units(tmp_path) >= 2, what="two finished units")
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 130, error.decode()
+    assert 2 <= finished_units(tmp_path) < UNITS
+    line = error.decode().splitlines()[-1].strip()
+    words = shlex.split(line)
+    assert words[:2] == ["iskander", "score"] and words[-1] == "--resume"
+    assert not list(tmp_path.glob("out/part-*"))
+    score(tmp_path, *words[2:])
+    assert files(tmp_path / "out") == undisturbed
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 20))]
+)
+def test_sigkill_at_a_random_moment_then_resume_gives_equal_bytes(
+    place: Path, tmp_path: Path, undisturbed: dict[str, bytes], seed: int
+) -> None:
+    chance = random.Random(seed)
+    words = slow_words(place, Path("out"))
+    process = begin(tmp_path, *words)
+    count = chance.randrange(UNITS)
+    has_units = lambda: finished_units(tmp_path) >= count or process.poll() is not None  # noqa: E731
+    eventually(has_units, what=f"{count} finished units")
+    try:
+        process.wait(chance.uniform(0, 0.2))
+    except subprocess.TimeoutExpired:
+        process.kill()
+    process.communicate(timeout=WITHIN_S)
+    if process.returncode != 0:
+        has_plan = (tmp_path / "_iskander/out/plan.json").exists()
+        score(tmp_path, *words, *(["--resume"] if has_plan else []))
+    assert files(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.parametrize("text", ["iskander_worker", "iskander.gateway"])
+def test_killed_process_of_the_private_server_changes_no_byte(
+    place: Path, tmp_path: Path, undisturbed: dict[str, bytes], text: str
+) -> None:
+    process = begin(tmp_path, *slow_words(place, Path("out")))
+    eventually(lambda: finished_units(tmp_path) >= 1, what="a finished unit")
+    victim = children(process.pid, text)[0]
+    victim.kill()
+    _, error = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 0, error.decode()
+    assert files(tmp_path / "out") == undisturbed
+
+
+def test_model_replaced_during_a_job_ends_it_by_name(tmp_path: Path) -> None:
+    repository = Folder(tmp_path / "models")
+    repository.put("m", 1, 2)
+    settings = {"path": str(repository.root), "control": "explicit", "models": ["m"]}
+    with running(tmp_path, [], repository=settings, workers={"count": 1}) as gateway:
+        process = begin(
+            tmp_path, "m", "-", "-o", "-", "--server", gateway.address, "--batch-rows", "10",
+            stdin=subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        batch = pa.record_batch({"x": list(range(10))})
+        writer = pa.ipc.new_stream(process.stdin, batch.schema)
+        writer.write_batch(batch)
+        writer.write_batch(batch)
+        process.stdin.flush()
+        results = pa.ipc.open_stream(process.stdout)
+        assert results.read_next_batch()["y"].to_pylist() == [2 * x for x in range(10)]
+        repository.put("m", 1, repository.make(3, TensorProto.FLOAT))
+        with gateway.client() as client:
+            client.load("m")
+        writer.write_batch(batch)
+        writer.close()
+        process.stdin.close()
+        assert process.wait(WITHIN_S) == 1
+        error = process.stderr.read().decode() if process.stderr is not None else ""
+        assert "m/1" in error and "replaced" in error
+        process.stdout.close()
+        assert process.stderr is not None
+        process.stderr.close()
