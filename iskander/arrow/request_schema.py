@@ -9,6 +9,7 @@ Pure. Runs on: gateway loop.
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from typing import Any
 
 import pyarrow as pa
@@ -30,17 +31,25 @@ _OF_FAMILY = {
 def request_schema(contract: Contract) -> pa.Schema:
     """Columns of all inputs, each once; dotted names become fields of structs."""
     dtypes = {spec.tensor: spec.type.dtype_name for spec in contract.inputs}
+    entries = entries_of(contract)
+    names = {name for entry in entries for name in columns_of(entry)}
     tree: dict[str, Any] = {}
-    for entry in entries_of(contract):
+    for entry in entries:
         sent = parse_sent_type(entry.type)
         for name in columns_of(entry):
-            path = name.split(".") if contract.sources else [name]
+            *heads, last = _path(name, names) if contract.sources else [name]
             inner = tree
-            for head in path[:-1]:
-                found = inner.setdefault(head, {})
-                inner = found if isinstance(found, dict) else tree
-            inner[path[-1]] = _arrow_type(sent, dtypes[entry.tensor])
+            for head in heads:
+                inner = inner.setdefault(head, {})
+            inner[last] = _arrow_type(sent, dtypes[entry.tensor])
     return pa.schema(_fields(tree))
+
+
+def _path(name: str, names: Container[str]) -> list[str]:
+    """Split a dotted name, unless a column has the name of one of its structs."""
+    parts = name.split(".")
+    structs = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return [name] if any(struct in names for struct in structs) else parts
 
 
 def _fields(tree: dict[str, Any]) -> list[pa.Field]:

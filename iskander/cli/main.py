@@ -112,7 +112,10 @@ def _add_score_command(commands: Commands) -> None:
     """The command for files and tables."""
     from iskander.cli import score
 
-    _command(commands, "score", score.run, "score files or a table", score.add_arguments)
+    def run(arguments: argparse.Namespace) -> int:
+        return score.run(arguments, _token_of_environment())
+
+    _command(commands, "score", run, "score files or a table", score.add_arguments)
 
 
 def _add_config_commands(commands: Commands) -> None:
@@ -244,16 +247,21 @@ def _manifest(arguments: argparse.Namespace) -> int:
 
 
 def _client(arguments: argparse.Namespace, timeout_s: float | None = None) -> Client:
-    """The client of a command; the token is in the environment because `ps` shows arguments."""
+    """The client of a command."""
     from iskander.client import CALL_TIMEOUT_S, Client, Tls
 
     tls = Tls(arguments.tls_roots, arguments.tls_certificate, arguments.tls_key)
     return Client(
         arguments.address,
-        token=os.environ.get(TOKEN_VARIABLE, "").strip() or None,
+        token=_token_of_environment(),
         tls=tls if arguments.tls or any(tls) else None,
         timeout_s=CALL_TIMEOUT_S if timeout_s is None else timeout_s,
     )
+
+
+def _token_of_environment() -> str | None:
+    """The token; it is in the environment because `ps` shows arguments."""
+    return os.environ.get(TOKEN_VARIABLE, "").strip() or None
 
 
 def _models(arguments: argparse.Namespace) -> int:

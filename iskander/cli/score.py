@@ -15,12 +15,11 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from iskander import clock
 from iskander.errors import ConfigError, IskanderError
 
 if TYPE_CHECKING:
@@ -86,13 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--report", metavar="FILE", help="report as JSON; - is stderr")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+def run(arguments: argparse.Namespace, token: str | None) -> int:
+    """Run the command; the token is for the server."""
     from iskander.scoring.errors import FilterError
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        code = _run(arguments)
+        code = _run(arguments, token)
     except (ConfigError, FilterError) as error:
         _say(error.message)
         code = EXIT_USAGE
@@ -106,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace, token: str | None) -> int:
     from iskander.scoring.progress import open_progress
 
     model, version = _model(arguments)
@@ -117,8 +116,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
         parse_filter(job.filter)
     open_progress(arguments.progress).close()
-    with _client(arguments) as (client, files):
-        return _score(arguments, job, client, files)
+    with _client(arguments, token) as server:
+        return _score(arguments, job, server)
 
 
 def _model(arguments: argparse.Namespace) -> tuple[str, str | None]:
@@ -194,15 +193,20 @@ def _bytes(option: str, text: str | None, default: int) -> int:
     return int(found[1]) * _UNITS[(found[2] or "").lower()]
 
 
+class _Server(NamedTuple):
+    """Client of the server, the digest of a private model's files, and the check of its life."""
+
+    client: Client
+    files: str | None
+    lost: Callable[[], IskanderError | None]
+
+
 @contextlib.contextmanager
-def _client(arguments: argparse.Namespace) -> Iterator[tuple[Client, str | None]]:
-    """Client of the given or of a private server, and the digest of a private model's files."""
-    from iskander.cli.main import TOKEN_VARIABLE
+def _client(arguments: argparse.Namespace, token: str | None) -> Iterator[_Server]:
+    """Connect to the given server, or to a private one."""
     from iskander.client import Client, Retry, Tls
     from iskander.scoring.server import files_digest, private_server
 
-    # The token is in the environment because `ps` shows arguments.
-    token = os.environ.get(TOKEN_VARIABLE, "").strip() or None
     retry = Retry(attempts=ATTEMPTS)
     if arguments.server:
         tls = Tls(arguments.tls_roots, arguments.tls_certificate, arguments.tls_key)
@@ -212,7 +216,7 @@ def _client(arguments: argparse.Namespace) -> Iterator[tuple[Client, str | None]
             tls=tls if arguments.tls or any(tls) else None,
             retry=retry,
         ) as client:
-            yield client, None
+            yield _Server(client, None, lambda: None)
         return
     files = None if arguments.config else files_digest(arguments.model)
     with (
@@ -221,10 +225,10 @@ def _client(arguments: argparse.Namespace) -> Iterator[tuple[Client, str | None]
         ),
         Client(server.address, token=token, retry=retry) as client,
     ):
-        yield client, files
+        yield _Server(client, files, server.lost)
 
 
-def _score(arguments: argparse.Namespace, job: Job, client: Client, files: str | None) -> int:
+def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
     from iskander.scoring.journal import Journal
     from iskander.scoring.runner import csv_types, describe, plan_job
     from iskander.scoring.sources import open_source
@@ -240,16 +244,16 @@ def _score(arguments: argparse.Namespace, job: Job, client: Client, files: str |
             # The server's default version may have changed since.
             earlier = journal.plan()
             version = None if earlier is None else earlier.version
-        description = describe(client, job.model, version)
+        description = describe(server.client, job.model, version)
         source = open_source(
             job.inputs, unit_bytes=job.unit_bytes, types=csv_types(job, description)
         )
         stack.callback(source.close)
-        planned = plan_job(job, source, description, files=files)
+        planned = plan_job(job, source, description, files=server.files)
         if arguments.dry_run:
-            _print_plan(job, planned, source, client, journal)
+            _print_plan(job, planned, source, server.client, journal)
             return EXIT_DONE
-        return _run_job(arguments, job, planned, source, client, journal)
+        return _run_job(arguments, job, planned, source, server, journal)
 
 
 def _run_job(
@@ -257,7 +261,7 @@ def _run_job(
     job: Job,
     planned: Planned,
     source: Source,
-    client: Client,
+    server: _Server,
     journal: Journal | None,
 ) -> int:
     from iskander.scoring.progress import open_progress
@@ -275,10 +279,11 @@ def _run_job(
                     planned=planned,
                     source=source,
                     sink=sink,
-                    client=client,
+                    client=server.client,
                     journal=journal if sink.is_resumable else None,
                     progress=open_progress(arguments.progress),
                     stop=stop,
+                    lost=server.lost,
                 )
             )
         except Interrupted as interrupted:
@@ -380,22 +385,18 @@ def _resume_text(planned: Planned, journal: Journal | None) -> str:
 
 def _estimate(job: Job, planned: Planned, source: Source, client: Client) -> str:
     """Score the first batch, and scale its time."""
-    plan = planned.plan
-    batches = source.read(plan.units[0], planned.read.names, planned.filter, job.batch_rows)
-    batch = next(batches, None)
-    if batch is None:
+    from iskander.scoring.runner import score_first
+
+    first = score_first(job, planned, source, client)
+    if first is None:
         return "no rows in the first unit"
-    sent = planned.matching.apply(batch.select(planned.sent))
-    sent = sent.slice(0, planned.description.limits["rows"])
-    started_ns = clock.now_ns()
-    for _ in client.stream(plan.model, [sent], version=plan.version):
-        pass
-    seconds = (clock.now_ns() - started_ns) / clock.NS_PER_S
-    text = f"{sent.num_rows:,} rows in {seconds:.3f} s"
-    if plan.rows is None:
+    rows, seconds = first
+    text = f"{rows:,} rows in {seconds:.3f} s"
+    total = planned.plan.rows
+    if total is None:
         return text
-    total = plan.rows if job.limit is None else min(plan.rows, job.limit)
-    return f"{text}; about {total * seconds / sent.num_rows:,.0f} s on one stream"
+    total = total if job.limit is None else min(total, job.limit)
+    return f"{text}; about {total * seconds / rows:,.0f} s on one stream"
 
 
 def _say(text: str) -> None:

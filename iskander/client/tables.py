@@ -1,7 +1,7 @@
 """Tables of any library as record batches, and results as tables of the same library.
 
-A library is recognized by the Arrow PyCapsule interface, or by the module of the object's type; it
-is imported only for an object of its own.
+A library is recognized by the Arrow PyCapsule interface, or by the module of the object's type or
+of a base class. It is used only for an object of its own, and never imported here.
 
 Runs on: the caller's threads. Source: the Arrow PyCapsule interface.
 """
@@ -24,6 +24,8 @@ _ACCEPTED = (
     "a pyarrow table, batch, reader or dataset, a Polars, pandas, DuckDB or Ibis table, an object "
     "with __arrow_c_stream__ or __arrow_c_array__, or a dict of NumPy arrays"
 )
+_CONVERSION_ERRORS = (pa.ArrowException, ValueError, TypeError, OverflowError)
+"""Errors of pyarrow for values that have no Arrow type."""
 
 
 class Source(NamedTuple):
@@ -54,22 +56,24 @@ def open_source(data: Any) -> Source:  # noqa: ANN401
         return _reader_source(data, _to_reader)
     if isinstance(data, Mapping):
         return _table_source(_columns_table(data), _to_columns)
-    library = type(data).__module__.partition(".")[0]
-    open_table = _LIBRARIES.get(library)
-    source = open_table(data) if open_table is not None else None
-    if source is None:
-        source = _capsule_source(data)
-    return source
+    for kind in type(data).__mro__:
+        open_table = _LIBRARIES.get(kind.__module__.partition(".")[0])
+        source = None if open_table is None else open_table(data)
+        if source is not None:
+            return source
+    return _capsule_source(data)
 
 
 def _capsule_source(data: Any) -> Source:  # noqa: ANN401
+    if isinstance(data, type):
+        raise ContractError(f"data is the class {data.__name__}; expected {_ACCEPTED}")
     if hasattr(data, "__arrow_c_stream__"):
         return _reader_source(_stream(data), _to_table)
     if hasattr(data, "__arrow_c_array__"):
         with _table_error(data):
             batch = pa.record_batch(data)
         return Source(batch.schema, iter([batch]), _to_table)
-    raise ContractError(f"data is a {type(data).__name__}; expected {_ACCEPTED}")
+    raise ContractError(f"data has the type {type(data).__name__}; expected {_ACCEPTED}")
 
 
 def _stream(data: Any) -> pa.RecordBatchReader:  # noqa: ANN401
@@ -79,11 +83,11 @@ def _stream(data: Any) -> pa.RecordBatchReader:  # noqa: ANN401
 
 @contextlib.contextmanager
 def _table_error(data: Any) -> Iterator[None]:  # noqa: ANN401
-    """Name the type of an object without columns, such as a series."""
+    """Name the type of an object without columns or with types that Arrow lacks."""
     try:
         yield
     except (pa.ArrowInvalid, TypeError) as error:
-        text = f"data is a {type(data).__name__}, not a table: {error}"
+        text = f"data of the type {type(data).__name__} is no Arrow table: {error}"
         raise ContractError(f"{text}; expected {_ACCEPTED}") from None
 
 
@@ -102,7 +106,12 @@ def _at_least_one(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Batch
         is_empty = False
         yield batch
     if is_empty:
-        yield pa.RecordBatch.from_pylist([], schema)
+        yield _empty_batch(schema)
+
+
+def _empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    """Return a batch without rows; `from_pylist` lacks some types, such as Polars' categories."""
+    return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
 
 
 def _to_table(schema: pa.Schema, results: Batches) -> pa.Table:
@@ -113,7 +122,7 @@ def _to_batch(schema: pa.Schema, results: Batches) -> pa.RecordBatch:
     batches = list(results)
     if len(batches) == 1:
         return batches[0]
-    return pa.concat_batches(batches) if batches else pa.RecordBatch.from_pylist([], schema)
+    return pa.concat_batches(batches) if batches else _empty_batch(schema)
 
 
 def _to_reader(schema: pa.Schema, results: Batches) -> pa.RecordBatchReader:
@@ -130,7 +139,7 @@ def _open_pyarrow(data: Any) -> Source | None:  # noqa: ANN401
 
 def _open_pandas(data: Any) -> Source | None:  # noqa: ANN401
     """Open a data frame; the result has its index."""
-    if type(data).__name__ != "DataFrame":
+    if not isinstance(data, sys.modules["pandas"].DataFrame):
         return None
 
     def to_pandas(schema: pa.Schema, results: Batches) -> Any:  # noqa: ANN401
@@ -141,7 +150,7 @@ def _open_pandas(data: Any) -> Source | None:  # noqa: ANN401
 
     try:
         table = pa.Table.from_pandas(data, preserve_index=False)
-    except (pa.ArrowException, ValueError, TypeError) as error:
+    except _CONVERSION_ERRORS as error:
         raise ContractError(f"the pandas frame is no Arrow table: {error}") from None
     return _table_source(table.replace_schema_metadata(None), to_pandas)
 
@@ -154,8 +163,8 @@ def _open_polars(data: Any) -> Source | None:  # noqa: ANN401
         return polars.from_arrow(_to_table(schema, results))
 
     if isinstance(data, polars.LazyFrame):
-        schema = pa.schema(pa.table(polars.DataFrame(schema=data.collect_schema())).schema)
-        batches = (batch for frame in data.collect_batches() for batch in _stream(frame))
+        schema = _stream(polars.DataFrame(schema=data.collect_schema())).schema
+        batches = (batch for frame in _collected(data) for batch in _stream(frame))
         return Source(
             schema,
             _at_least_one(schema, batches),
@@ -164,6 +173,14 @@ def _open_polars(data: Any) -> Source | None:  # noqa: ANN401
     if isinstance(data, polars.DataFrame):
         return _reader_source(_stream(data), to_frame)
     return None
+
+
+def _collected(data: Any) -> Iterator[Any]:  # noqa: ANN401
+    """Yield the frames of a lazy frame in order; older versions of Polars have only one."""
+    if hasattr(data, "collect_batches"):
+        yield from data.collect_batches(maintain_order=True)
+    else:
+        yield data.collect()
 
 
 def _open_duckdb(data: Any) -> Source | None:  # noqa: ANN401
@@ -191,7 +208,7 @@ def _open_ibis(data: Any) -> Source | None:  # noqa: ANN401
 
 
 def _columns_table(columns: Mapping[str, Any]) -> pa.Table:
-    """Return a dictionary of arrays as a table; two-dimensional arrays become lists."""
+    """Return a dictionary of arrays as a table; the axes after the first become lists."""
     arrays = {name: _array(name, values) for name, values in columns.items()}
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
@@ -204,36 +221,42 @@ def _named_lengths(lengths: Mapping[str, int]) -> str:
 
 
 def _array(name: str, values: Any) -> Any:  # noqa: ANN401
-    """Return a NumPy array of one or two dimensions, or a list, as an Arrow array."""
-    dimensions = getattr(values, "ndim", 1)
+    """Return a NumPy array of one or more dimensions, or a list, as an Arrow array."""
+    if not isinstance(name, str):
+        raise ContractError(f"column {name!r} has a name of the type {type(name).__name__}")
+    shape = getattr(values, "shape", (0,))
+    if not shape or isinstance(values, str | bytes):
+        raise ContractError(f"column `{name}` has no dimensions, expected rows", column=name)
     try:
-        if dimensions == 2:
-            flat = pa.array(values.reshape(-1))
-            return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
-        if dimensions == 1:
+        if len(shape) == 1:
             return pa.array(values)
-    except (pa.ArrowException, ValueError, TypeError) as error:
+        array = pa.array(values.reshape(-1))
+        for size in reversed(shape[1:]):
+            array = pa.FixedSizeListArray.from_arrays(array, size)
+        return array
+    except (*_CONVERSION_ERRORS, AttributeError) as error:
         raise ContractError(f"column `{name}` is no Arrow array: {error}", column=name) from None
-    text = f"column `{name}` has {dimensions} dimensions, expected 1 or 2"
-    raise ContractError(text, column=name)
 
 
 def _to_columns(schema: pa.Schema, results: Batches) -> dict[str, Any]:
-    """Return results as NumPy arrays; lists of one length become two-dimensional arrays."""
+    """Return results as NumPy arrays; lists of one length become axes after the first."""
     table = _to_table(schema, results).combine_chunks()
     return {
-        name: _numpy(column.combine_chunks())
-        for name, column in zip(table.column_names, table.columns, strict=True)
+        name: _numpy(column) for name, column in zip(table.column_names, table.columns, strict=True)
     }
 
 
-def _numpy(array: Any) -> Any:  # noqa: ANN401
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
-    if pa.types.is_fixed_size_list(array.type) and not array.null_count:
-        values = array.flatten().to_numpy(zero_copy_only=False)
-        return values.reshape(len(array), array.type.list_size)
-    return array.to_numpy(zero_copy_only=False)
+def _numpy(column: pa.ChunkedArray) -> Any:  # noqa: ANN401
+    array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
+    shape = [len(array)]
+    if isinstance(array.type, pa.FixedShapeTensorType):
+        array, sizes = array.storage, array.type.shape
+        if not array.null_count:
+            array, shape = array.flatten(), [*shape, *sizes]
+    while pa.types.is_fixed_size_list(array.type) and not array.null_count:
+        shape.append(array.type.list_size)
+        array = array.flatten()
+    return array.to_numpy(zero_copy_only=False).reshape(shape)
 
 
 _LIBRARIES: dict[str, Callable[[Any], Source | None]] = {

@@ -246,6 +246,23 @@ def csv_types(job: Job, description: ModelDescription) -> dict[str, pa.DataType]
     }
 
 
+def score_first(
+    job: Job, planned: Planned, source: Source, client: ScoringClient
+) -> tuple[int, float] | None:
+    """Score the first batch of a job; return its rows and seconds, or None without rows."""
+    plan = planned.plan
+    batches = source.read(plan.units[0], planned.read.names, planned.filter, job.batch_rows)
+    batch = next(batches, None)
+    if batch is None:
+        return None
+    sent = planned.matching.apply(batch.select(planned.sent))
+    sent = sent.slice(0, planned.description.limits["rows"])
+    started_ns = clock.now_ns()
+    for _ in client.stream(plan.model, [sent], version=plan.version):
+        pass
+    return sent.num_rows, (clock.now_ns() - started_ns) / clock.NS_PER_S
+
+
 class Stop:
     """Request to stop a job, from a signal handler or another thread."""
 
@@ -280,6 +297,7 @@ class Parts:
         journal: State folder; None for a job that cannot be resumed.
         progress: Receives counts of rows.
         stop: Request to stop.
+        lost: Returns an error if the server has ended for good.
     """
 
     job: Job
@@ -290,6 +308,7 @@ class Parts:
     journal: Journal | None = None
     progress: Progress = field(default_factory=NoProgress)
     stop: Stop = field(default_factory=Stop)
+    lost: Callable[[], IskanderError | None] = lambda: None
 
 
 def run(parts: Parts, *, grace_s: float = GRACE_S, stall_s: float = STALL_S) -> Report:
@@ -329,6 +348,7 @@ class _Runner:
         }
         self._journal = parts.journal
         self._stop = parts.stop
+        self._lost = parts.lost
         self._staged: dict[int, Staged] = {}
         self._resumed = 0
         self._started_ns = self._progress_ns = clock.now_ns()
@@ -449,13 +469,15 @@ class _Runner:
             )
             if self._error is None and now_ns - self._progress_ns > stall_s * clock.NS_PER_S:
                 self._fail(DeadlineExceeded(f"no progress for {stall_s:g} s"))
+            if self._error is None and (lost := self._lost()) is not None:
+                self._fail(lost)
             if is_late or self._error is not None:
                 self._cancel(threads)
                 break
         if self._error is not None:
             raise self._error
         if len(self._staged) < len(self.plan.units):
-            assert stopped_ns is not None, "a unit is missing without an error"
+            assert self._stop.is_requested, "a unit is missing without an error"
             raise Interrupted(self.report("interrupted"))
 
     def _cancel(self, threads: list[threading.Thread]) -> None:
@@ -474,7 +496,7 @@ class _Runner:
         """Run units one after another."""
         while True:
             with self._changed:
-                if not self._todo or self._error is not None:
+                if not self._todo or self._is_ended():
                     self._changed.notify_all()
                     return
                 unit = self._todo.popleft()

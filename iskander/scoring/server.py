@@ -155,6 +155,12 @@ class PrivateServer:
         self._stopped.set()
         self._thread.join(2 * STOP_S)
 
+    def lost(self) -> NotReady | None:
+        """Return an error if the gateway has ended and is not started again."""
+        if not self._ended.is_set() or self._stopped.is_set():
+            return None
+        return NotReady(f"the private server ended, start {self.starts}: {self.log_tail()}")
+
     def log_tail(self) -> str:
         """Last lines of the gateway's log."""
         try:

@@ -179,8 +179,8 @@ class DeltaSink:
     def _check_table(self, table: DeltaTable | None) -> None:
         if table is not None and self._job.overwrite == "error":
             raise OutputExists(
-                f"{self._job.output}: the Delta table exists; use --overwrite append or replace, or "
-                "another output"
+                f"{self._job.output}: the Delta table exists; use --overwrite append or replace, "
+                "or another output"
             )
 
     def _check_free(self, table: DeltaTable | None) -> None:

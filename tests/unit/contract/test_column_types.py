@@ -533,6 +533,16 @@ def test_request_schema_lists_the_columns_of_the_contract() -> None:
     assert request_schema(plain) == pa.schema({"a.b": pa.int64()})
 
 
+@pytest.mark.parametrize("names", [("a", "a.b"), ("a.b", "a")])
+def test_request_schema_keeps_a_column_with_the_name_of_a_struct(names: tuple[str, str]) -> None:
+    contract = contract_of(
+        *(InputColumn(tensor=f"t{at}", column=name, fill=0) for at, name in enumerate(names)),
+        t0=("int64",),
+        t1=("int64",),
+    )
+    assert request_schema(contract) == pa.schema({name: pa.int64() for name in names})
+
+
 def test_batch_without_rows() -> None:
     contract = contract_of(entry(max_length=4, cast=True), x=("float32", 4))
     batch = pa.record_batch([pa.array([], pa.list_(pa.int8()))], names=["x"])

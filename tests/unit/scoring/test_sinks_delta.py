@@ -69,8 +69,8 @@ def test_sorted_rows_are_in_order_across_files(tmp_path: Path) -> None:
     "options",
     [
         {},
-        {"partition_by": ("day",)},
-        {"sort_by": ("score",)},
+        pytest.param({"partition_by": ("day",)}, marks=pytest.mark.slow),
+        pytest.param({"sort_by": ("score",)}, marks=pytest.mark.slow),
         {"overwrite": "append"},
         {"overwrite": "replace"},
     ],

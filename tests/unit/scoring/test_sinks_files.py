@@ -81,7 +81,14 @@ def test_equal_rows_give_equal_bytes_however_they_are_cut(tmp_path: Path, case: 
     assert len(results[0]) >= 1
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Each operation on a disk takes its time.
+        each if each in ("folder", "one parquet") else pytest.param(each, marks=pytest.mark.slow)
+        for each in CASES
+    ],
+)
 def test_interrupted_job_gives_the_bytes_of_an_undisturbed_one(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

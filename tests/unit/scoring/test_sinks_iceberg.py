@@ -93,8 +93,8 @@ def test_sorted_rows_are_in_order_across_files(tmp_path: Path, catalog: SqlCatal
     "options",
     [
         {},
-        {"partition_by": ("day",)},
-        {"sort_by": ("score",)},
+        pytest.param({"partition_by": ("day",)}, marks=pytest.mark.slow),
+        pytest.param({"sort_by": ("score",)}, marks=pytest.mark.slow),
         {"overwrite": "append"},
         {"overwrite": "replace"},
     ],
@@ -141,6 +141,29 @@ def test_interrupted_job_makes_one_snapshot(
         assert table.scan().to_arrow().num_rows == 600 + (10 if mode == "append" else 0)
         number += 1
     assert number > 10
+
+
+def test_committed_unit_is_not_scored_again_after_a_crash(
+    tmp_path: Path, catalog: SqlCatalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies while it deletes the units that the sort replaced."""
+    plan = a_plan(2)
+    journal: dict[int, Any] = {}
+    job = job_for(tmp_path, sort_by=("score",))
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        original = IcebergSink._commit
+
+        def dying(self: IcebergSink, *args: Any) -> None:
+            original(self, *args)
+            for each in plan.units:
+                self._ready().storage.remove_folder(f"{self._ready().folder}/{each.name}")
+            raise Crash("after the commit")
+
+        patch.setattr(IcebergSink, "_commit", dying)
+        score(catalog, job, plan, finished=journal)
+    sink = IcebergSink(job, catalog)
+    sink.prepare(plan, SCHEMA, is_resumed=True)
+    assert all(sink.recover(each, journal[each.index]) for each in plan.units)
 
 
 def test_existing_table_is_rejected_by_name(tmp_path: Path, catalog: SqlCatalog) -> None:

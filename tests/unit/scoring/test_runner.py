@@ -1,0 +1,570 @@
+"""Runner of jobs with a scripted source, sink and client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from iskander import clock
+from iskander.client import ModelDescription
+from iskander.errors import (
+    Cancelled,
+    ConfigError,
+    ContractError,
+    DeadlineExceeded,
+    IskanderError,
+    ModelMoved,
+    ModelNotFound,
+    NotReady,
+    QueueFull,
+)
+from iskander.scoring import runner
+from iskander.scoring.errors import SourceChanged
+from iskander.scoring.filters import Filter
+from iskander.scoring.job import Job
+from iskander.scoring.journal import Finished, Journal
+from iskander.scoring.plan import Plan, Unit, unit
+from iskander.scoring.runner import (
+    Flow,
+    Interrupted,
+    Parts,
+    Planned,
+    Stop,
+    describe,
+    memory_bytes,
+    plan_job,
+    run,
+)
+from iskander.scoring.sinks.errors import OutputError
+from iskander.scoring.sinks.writing import Staged
+
+WITHIN_S = 10.0
+
+
+def description(**changes: Any) -> ModelDescription:
+    values: dict[str, Any] = {
+        "name": "m", "version": "3", "ready": True, "backend": "onnx", "max_batch_rows": 100,
+        "limits": {"rows": 1000, "bytes": 1 << 20, "string_bytes": 1 << 20}, "versions": ("3",),
+        "aliases": {}, "input_schema": pa.schema([("x", pa.int64())]),
+        "output_schema": pa.schema([pa.field("y", pa.int64(), nullable=False)]),
+        "input_types": {"x": "int64"}, "passthrough": "none", "ranked_within": (),
+        "metadata": {"name": "m", "version": "3", "ready": True, "inputs": ["x"]},
+    }  # fmt: skip
+    return ModelDescription(**(values | changes))
+
+
+class ScriptedSource:
+    """Units of `rows` rows, with the columns `x` (row number) and `id` (its text)."""
+
+    is_resumable = True
+
+    def __init__(self, units: int = 3, rows: int = 10) -> None:
+        self.schema = pa.schema([("x", pa.int64()), ("id", pa.string())])
+        self.snapshot = {"kind": "scripted"}
+        self.read_batches = 0
+        self.error_after: tuple[int, Exception] | None = None
+        self._rows = rows
+        self._units = [unit(i, {"n": i}, rows=rows, bytes=8 * rows) for i in range(units)]
+
+    def units(self) -> list[Unit]:
+        return self._units
+
+    def count(self, unit: Unit, filter: Filter | None) -> int:
+        return self._rows
+
+    def read(
+        self, unit: Unit, columns: Any, filter: Filter | None, batch_rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        first = unit.index * self._rows
+        for start in range(first, first + self._rows, batch_rows):
+            x = list(range(start, min(start + batch_rows, first + self._rows)))
+            batch = pa.record_batch({"x": x, "id": [f"r{each}" for each in x]}, self.schema)
+            self.read_batches += 1
+            yield batch.select(columns)
+        if self.error_after is not None and self.error_after[0] == unit.index:
+            raise self.error_after[1]
+
+    def close(self) -> None:
+        pass
+
+
+class ScriptedSink:
+    """Keeps rows in memory."""
+
+    is_resumable = True
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[dict[str, Any]]] = {}
+        self.lost: set[int] = set()
+        self.committed: list[dict[str, Any]] | None = None
+        self.calls: list[str] = []
+        self.error: Exception | None = None
+
+    def prepare(self, plan: Plan, schema: pa.Schema, *, is_resumed: bool) -> None:
+        self.calls.append(f"prepare {is_resumed}")
+        if self.error is not None:
+            raise self.error
+
+    def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
+        rows = [row for batch in batches for row in batch.to_pylist()]
+        self.rows[unit.index] = rows
+        return Staged(unit.index, unit.name, len(rows), 8 * len(rows), "0")
+
+    def recover(self, unit: Unit, finished: Finished) -> Staged | None:
+        if unit.index in self.lost:
+            return None
+        return Staged(unit.index, unit.name, finished.rows_out, finished.bytes, finished.sha256)
+
+    def commit(self, plan: Plan, staged: Any) -> None:
+        assert [each.index for each in staged] == [each.index for each in plan.units]
+        self.calls.append("commit")
+        self.committed = [row for each in plan.units for row in self.rows.get(each.index, [])]
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+class ScriptedClient:
+    """`y = 3 x + 1`; `answer` decides on each batch, with an error or None."""
+
+    def __init__(self) -> None:
+        self.description = description()
+        self.answer: Callable[[list[int]], Exception | None] = lambda x: None
+        self.calls: list[tuple[str, str | None, Any]] = []
+        self.sent: list[list[int]] = []
+        self.columns: set[str] = set()
+
+    def model(self, name: str, *, version: str | None = None) -> Any:
+        return SimpleNamespace(description=self.description)
+
+    def stream(
+        self,
+        model: str,
+        batches: Any,
+        *,
+        version: str | None = None,
+        terms: Any = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        for outcome in self.outcomes(model, batches, version=version, terms=terms):
+            if isinstance(outcome, IskanderError):
+                raise outcome
+            yield outcome
+
+    def outcomes(
+        self, model: str, batches: Any, *, version: str | None = None, terms: Any = None
+    ) -> Iterator[Any]:
+        self.calls.append((model, version, terms))
+        for batch in batches:
+            self.columns |= set(batch.schema.names)
+            x = batch["x"].to_pylist()
+            self.sent.append(x)
+            error = self.answer(x)
+            yield pa.record_batch({"y": [3 * each + 1 for each in x]}) if error is None else error
+
+
+class Bench:
+    """A job with its scripted parts."""
+
+    def __init__(self, folder: Path, *, units: int = 3, **options: Any) -> None:
+        values: dict[str, Any] = {"model": "m", "inputs": ("in",), "output": "out"}
+        values |= {"batch_rows": 4, "concurrency": 1, **options}
+        self.job = Job(**values)
+        self.source = ScriptedSource(units)
+        self.sink = ScriptedSink()
+        self.client = ScriptedClient()
+        self.state = folder / "state"
+        self.stop = Stop()
+        self.lost: Callable[[], IskanderError | None] = lambda: None
+
+    def planned(self) -> Planned:
+        return plan_job(self.job, self.source, self.client.description)
+
+    def run(self, **limits: float) -> Any:
+        planned = self.planned()
+        with Journal(self.state) as journal:
+            parts = Parts(
+                job=self.job,
+                planned=planned,
+                source=self.source,
+                sink=self.sink,
+                client=self.client,
+                journal=journal,
+                stop=self.stop,
+                lost=self.lost,
+            )
+            return run(parts, **limits)
+
+    def finished(self) -> set[int]:
+        with Journal(self.state) as journal:
+            journal.begin(self.planned().plan)
+            return set(journal.finished())
+
+
+def rejecting(*bad: int) -> Callable[[list[int]], Exception | None]:
+    return lambda x: ContractError("bad row") if set(x) & set(bad) else None
+
+
+# -- Results
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_rows_keep_their_order_and_kept_columns(tmp_path: Path, concurrency: int) -> None:
+    bench = Bench(tmp_path, concurrency=concurrency, keep=("id",))
+    report = bench.run()
+    assert bench.sink.committed == [{"id": f"r{x}", "y": 3 * x + 1} for x in range(30)]
+    assert (report.rows_in, report.rows_out, report.units, report.state) == (30, 30, 3, "done")
+    assert bench.sink.calls == ["prepare False", "commit", "finish"]
+    assert not bench.state.exists()
+
+
+def test_only_inputs_of_the_model_are_sent_to_the_pinned_version(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.run()
+    assert bench.client.columns == {"x"}
+    (model, version, terms) = bench.client.calls[0]
+    assert (model, version) == ("m", "3")
+    assert terms["run_alone"] is True
+    assert terms["client"] == f"score-{bench.planned().plan.fingerprint[:8]}"
+
+
+def test_batches_are_cut_to_the_limits_of_the_server(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, units=1, batch_rows=8)
+    limits = {"rows": 3, "bytes": 1 << 20, "string_bytes": 1 << 20}
+    bench.client.description = description(limits=limits)
+    bench.run()
+    assert max(map(len, bench.client.sent)) == 3
+    assert [row["y"] for row in bench.sink.committed or []] == [3 * x + 1 for x in range(10)]
+
+
+def test_limit_scores_the_first_units_only(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, limit=12)
+    assert [each.rows_max for each in bench.planned().plan.units] == [None, 2]
+
+
+# -- Rejected rows
+
+
+def test_rejected_rows_become_null(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, on_error="null")
+    bench.client.answer = rejecting(0, 13, 29)
+    report = bench.run()
+    expected = [None if x in (0, 13, 29) else 3 * x + 1 for x in range(30)]
+    assert [row["y"] for row in bench.sink.committed or []] == expected
+    assert (report.errors, report.quarantined) == (3, 0)
+
+
+def test_rejected_rows_are_quarantined(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, on_error=f"quarantine={tmp_path / 'bad'}")
+    bench.client.answer = rejecting(5, 6)
+    report = bench.run()
+    assert [row["x"] for row in bench.sink.committed or []] == [
+        x for x in range(30) if x not in (5, 6)
+    ]
+    assert (report.rows_in, report.rows_out, report.quarantined) == (30, 28, 2)
+
+
+def test_rows_that_cannot_be_sent_are_rejected_rows(tmp_path: Path) -> None:
+    """Three batches in a row cannot be matched, and the first stream has nothing to send."""
+    bench = Bench(tmp_path, units=1, on_error="null", batch_rows=2)
+    bench.client.description = description(
+        input_schema=pa.schema([("x", pa.int8())]), input_types={"x": "int8"}
+    )
+    bench.source._rows = 260
+    bench.run()
+    expected = [3 * x + 1 if x < 128 else None for x in range(260)]
+    assert [row["y"] for row in bench.sink.committed or []] == expected
+
+
+def test_rejected_row_fails_a_strict_job(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.client.answer = rejecting(15)
+    with pytest.raises(ContractError, match="bad row"):
+        bench.run()
+    assert bench.sink.committed is None
+    assert bench.finished() == {0}
+
+
+def test_retryable_error_of_a_batch_is_scored_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, on_error="null")
+    errors: list[Exception] = [QueueFull("full")]
+    bench.client.answer = lambda x: errors.pop() if errors else None
+    report = bench.run()
+    assert report.errors == 0
+    assert [row["y"] for row in bench.sink.committed or []] == [3 * x + 1 for x in range(30)]
+
+
+# -- Failures and resume
+
+
+def test_finished_units_are_not_scored_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.client.answer = rejecting(25)
+    with pytest.raises(ContractError):
+        bench.run()
+    bench.client.answer, bench.client.sent = lambda x: None, []
+    report = bench.run()
+    assert min(min(x) for x in bench.client.sent) == 20
+    assert (report.rows_in, report.units_resumed) == (30, 2)
+    assert len(bench.sink.committed or []) == 30
+
+
+def test_unit_whose_files_are_lost_is_scored_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.client.answer = rejecting(25)
+    with pytest.raises(ContractError):
+        bench.run()
+    bench.sink.lost = {0}
+    bench.client.answer = rejecting(5)
+    with pytest.raises(ContractError):
+        bench.run()
+    assert bench.finished() == {1}
+    bench.client.answer, bench.client.sent = lambda x: None, []
+    report = bench.run()
+    assert {x for batch in bench.client.sent for x in batch} == {*range(10), *range(20, 30)}
+    assert report.rows_in == 30
+
+
+def test_unit_of_a_changed_source_does_not_count(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.source.error_after = (1, SourceChanged("in.parquet: changed"))
+    with pytest.raises(SourceChanged, match=r"in\.parquet"):
+        bench.run()
+    assert bench.finished() == {0}
+    assert 1 not in bench.sink.rows
+
+
+def test_rejected_output_leaves_no_state(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.sink.error = OutputError("full disk")
+    with pytest.raises(OutputError):
+        bench.run()
+    assert not bench.state.exists()
+    assert bench.client.sent == []
+
+
+def test_replaced_model_ends_the_job_before_its_unit_counts(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def replace(x: list[int]) -> None:
+        if x[0] == 14:
+            metadata = {**bench.client.description.metadata, "inputs": ["x", "z"]}
+            bench.client.description = description(metadata=metadata)
+
+    planned = bench.client.description
+    bench.client.answer = replace
+    with pytest.raises(ModelMoved, match=r"m/3.*part-00001"):
+        bench.run()
+    bench.client.description = planned
+    assert bench.finished() == {0}
+
+
+def test_unloaded_model_ends_the_job_by_name(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.client.answer = lambda x: ModelNotFound("no such model") if x[0] > 20 else None
+    with pytest.raises(ModelMoved, match=r"m/3.*unloaded"):
+        bench.run()
+
+
+def test_state_of_workers_and_versions_is_no_change_of_the_model(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    first = bench.planned().plan.fingerprint
+    metadata = {**bench.client.description.metadata, "ready": False, "versions": ["3", "4"]}
+    bench.client.description = description(metadata=metadata)
+    assert bench.planned().plan.fingerprint == first
+
+
+# -- Stop
+
+
+def test_stop_finishes_units_in_flight(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def answer(x: list[int]) -> None:
+        if x[0] == 14:
+            bench.stop.request()
+
+    bench.client.answer = answer
+    with pytest.raises(Interrupted) as caught:
+        bench.run(grace_s=WITHIN_S)
+    assert caught.value.report.state == "interrupted"
+    assert bench.finished() == {0, 1}
+    assert bench.sink.committed is None
+
+
+@pytest.mark.parametrize(("requests", "grace_s"), [(1, 0.0), (2, 60.0)])
+def test_late_units_are_dropped(tmp_path: Path, requests: int, grace_s: float) -> None:
+    bench = Bench(tmp_path)
+    is_over = threading.Event()
+
+    def answer(x: list[int]) -> None:
+        if x[0] == 14:
+            for _ in range(requests):
+                bench.stop.request()
+            is_over.wait(0.5)
+
+    bench.client.answer = answer
+    with pytest.raises(Interrupted):
+        bench.run(grace_s=grace_s)
+    is_over.set()
+    assert bench.finished() == {0}
+    bench.client.answer, bench.stop = lambda x: None, Stop()
+    bench.run()
+    assert [row["y"] for row in bench.sink.committed or []] == [3 * x + 1 for x in range(30)]
+
+
+def test_job_without_progress_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "THREADS_END_S", 0.1)
+    bench = Bench(tmp_path)
+    is_over = threading.Event()
+
+    def answer(x: list[int]) -> None:
+        is_over.wait(WITHIN_S)
+
+    bench.client.answer = answer
+    with pytest.raises(DeadlineExceeded, match=r"no progress for 0\.2 s"):
+        bench.run(stall_s=0.2)
+    is_over.set()
+
+
+def test_lost_server_fails_the_job_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "THREADS_END_S", 0.1)
+    bench = Bench(tmp_path)
+    is_over = threading.Event()
+
+    def answer(x: list[int]) -> None:
+        is_over.wait(WITHIN_S)
+
+    bench.client.answer = answer
+    bench.lost = lambda: NotReady("the private server ended")
+    with pytest.raises(NotReady, match="private server"):
+        bench.run()
+    is_over.set()
+
+
+# -- Memory
+
+
+def test_reader_waits_for_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "IN_FLIGHT_BATCHES", 2)
+    bench = Bench(tmp_path, units=1, batch_rows=1)
+    seen: list[int] = []
+    bench.client.answer = lambda x: seen.append(bench.source.read_batches - x[0])
+    bench.run()
+    # Two in flight, and one in the reader's hands.
+    assert max(seen) <= 3 + 1
+
+
+def test_flow_is_bounded_in_bytes_and_takes_one_large_item() -> None:
+    flow = Flow(100, 10)
+    flow.put("large", 1000)
+    is_put = threading.Event()
+
+    def put() -> None:
+        flow.put("next", 1)
+        is_put.set()
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    assert flow.take() == "large"
+    assert not is_put.wait(0.05)
+    flow.release(1000)
+    assert is_put.wait(WITHIN_S)
+    thread.join(WITHIN_S)
+    assert flow.take() == "next"
+    flow.end()
+    assert flow.take() is None
+
+
+def test_flow_is_bounded_in_items_and_cancel_ends_its_waits() -> None:
+    flow = Flow(100, 1)
+    flow.put("first", 1)
+    caught: list[Exception] = []
+
+    def put() -> None:
+        try:
+            flow.put("second", 1)
+        except Cancelled as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    flow.cancel()
+    thread.join(WITHIN_S)
+    assert len(caught) == 1
+    with pytest.raises(Cancelled):
+        flow.take()
+
+
+def test_memory_grows_with_streams_and_batches() -> None:
+    def job(**options: Any) -> Job:
+        return Job(model="m", inputs=("in",), output="out", **options)
+
+    one = memory_bytes(job(concurrency=1))
+    assert memory_bytes(job(concurrency=4)) == 4 * one
+    assert memory_bytes(job(concurrency=1), 1 << 30) > 1 << 30
+    assert memory_bytes(job(concurrency=1, partition_by=("a",))) > one
+
+
+# -- Plan
+
+
+def test_column_that_is_also_a_result_is_rejected_by_name(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.client.description = description(output_schema=pa.schema([("id", pa.int64())]))
+    with pytest.raises(ContractError, match=r"'id'.*--keep"):
+        bench.planned()
+
+
+def test_unknown_kept_column_is_rejected_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"keep has 'idd'.*'id'"):
+        Bench(tmp_path, keep=("idd",)).planned()
+
+
+def test_mapped_column_is_sent_under_the_name_of_the_input(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, columns={"n": "x"})
+    bench.client.description = description(
+        input_schema=pa.schema([("n", pa.int64())]), input_types={"n": "int64"}
+    )
+    planned = bench.planned()
+    assert (planned.sent, planned.matching.schema.names) == (("x",), ["n"])
+
+
+def test_fingerprint_has_the_model_files_and_not_the_batch_size(tmp_path: Path) -> None:
+    def fingerprint(files: str | None = None, ranked: Any = (), **options: Any) -> str:
+        bench = Bench(tmp_path, **options)
+        described = description(ranked_within=ranked)
+        return plan_job(bench.job, bench.source, described, files=files).plan.fingerprint
+
+    assert fingerprint() == fingerprint(batch_rows=7)
+    assert fingerprint() != fingerprint("a")
+    assert fingerprint() != fingerprint(keep=("id",))
+    # A rank is within a batch.
+    assert fingerprint(ranked=("",)) != fingerprint(ranked=("",), batch_rows=7)
+
+
+def test_description_waits_for_a_server_that_starts() -> None:
+    errors: list[Exception] = [NotReady("starting"), NotReady("starting")]
+    client = ScriptedClient()
+
+    def model(name: str, *, version: str | None = None) -> Any:
+        if errors:
+            raise errors.pop()
+        return SimpleNamespace(description=client.description)
+
+    client.model = model  # type: ignore[method-assign]
+    started_ns = clock.now_ns()
+    assert describe(client, "m", None) is client.description
+    assert clock.now_ns() > started_ns
+    errors.append(ModelNotFound("none"))
+    with pytest.raises(ModelNotFound):
+        describe(client, "m", None)
