@@ -37,7 +37,7 @@ from iskander.client.resume import (
 )
 from iskander.client.retry import OFF, Attempts, Deadline, Retry, RetryBudget
 from iskander.client.slicing import slices
-from iskander.client.tables import open_source
+from iskander.client.tables import empty_batch, open_source
 from iskander.client.targets import Address, Route, Targets
 from iskander.errors import ContractError, IskanderError, LimitExceeded, ModelMoved, ModelNotFound
 
@@ -273,7 +273,7 @@ class Client:
         if description.ranked_within:
             # A rank is within one batch, so a table is one batch.
             whole = pa.Table.from_batches(batches, schema).combine_chunks()
-            batches = iter(whole.to_batches() or [pa.RecordBatch.from_pylist([], schema)])
+            batches = iter(whole.to_batches() or [empty_batch(schema)])
         rows_max = min(limits["rows"], BATCH_ROWS)
         first = next(batches)
         is_small = first.num_rows <= rows_max and first.nbytes <= limits["string_bytes"]

@@ -106,10 +106,10 @@ def _at_least_one(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Batch
         is_empty = False
         yield batch
     if is_empty:
-        yield _empty_batch(schema)
+        yield empty_batch(schema)
 
 
-def _empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
     """Return a batch without rows; `from_pylist` lacks some types, such as Polars' categories."""
     return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
 
@@ -122,7 +122,7 @@ def _to_batch(schema: pa.Schema, results: Batches) -> pa.RecordBatch:
     batches = list(results)
     if len(batches) == 1:
         return batches[0]
-    return pa.concat_batches(batches) if batches else _empty_batch(schema)
+    return pa.concat_batches(batches) if batches else empty_batch(schema)
 
 
 def _to_reader(schema: pa.Schema, results: Batches) -> pa.RecordBatchReader:
