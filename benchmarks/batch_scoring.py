@@ -1,4 +1,6 @@
-"""Rows/s of `iskander score` next to a hand-written loop: `python -m benchmarks.batch_scoring`.
+"""Rows/s of `iskander score` next to a hand-written loop over the same file.
+
+    python -m benchmarks.batch_scoring [--rows 10000000] [--rounds 5]
 
 Both score the same Parquet file with the same model on the same cores and write Parquet, each in
 processes of its own, in alternating rounds. The loop reads batches of 65,536 rows with

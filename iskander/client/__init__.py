@@ -7,6 +7,7 @@ optionally shared memory for large batches to a server on the same machine.
 Runs on: the caller's threads; never in the gateway.
 """
 
+from iskander.client.aio import AsyncClient
 from iskander.client.client import Client
 from iskander.client.connection import CALL_TIMEOUT_S, Tls
 from iskander.client.model import Model, ModelDescription
@@ -17,6 +18,7 @@ from iskander.errors import IskanderError
 __all__ = [
     "CALL_TIMEOUT_S",
     "OFF",
+    "AsyncClient",
     "Client",
     "IskanderError",
     "Item",

@@ -17,6 +17,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from iskander.client.call_details import CallDetails
+from iskander.client.cancellation import current
 from iskander.client.resume import (
     Outcome,
 )
@@ -294,11 +295,16 @@ class Connection:
         if headers or timeout_s is not None:
             options = flight.FlightCallOptions(timeout=timeout_s, headers=headers)
         descriptor = flight.FlightDescriptor.for_path(*path)
+        cancellation = current()
+        if cancellation is not None:
+            cancellation.require_none()
         try:
             writer, reader = self._flight.do_exchange(descriptor, options)
         except FLIGHT_ERRORS as error:
             # The call failed before the descriptor was written.
             raise self._details.latest().to_named(error) from error
+        if cancellation is not None:
+            cancellation.enter_call(reader)
         return writer, reader, self._details.latest()
 
     def _request_region_socket(self) -> Path:
