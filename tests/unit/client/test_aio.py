@@ -533,15 +533,17 @@ def test_sync_iterable_that_blocks_delays_closing_by_its_limit_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(aio_stream, "JOIN_S", 0.05)
-    go_on = threading.Event()
+    blocked, go_on = threading.Event(), threading.Event()
 
     def source() -> Iterator[pa.RecordBatch]:
         yield batch(1)
+        blocked.set()
         assert go_on.wait(WITHIN_S)
 
     async def check(client: AsyncClient, fake: FakeClient) -> None:
         results = client.stream("m", source())
         await anext(results)
+        await until(blocked.is_set)
         await results.aclose()
         assert fake.closed_streams == 0
         with pytest.raises(LimitExceeded):  # Its thread still counts.
