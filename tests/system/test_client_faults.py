@@ -17,7 +17,7 @@ from pyarrow import flight
 from support import models
 from support.processes import MIB, Gateway, eventually
 
-from iskander.client import Client, Retry
+from iskander.client import OFF, Client, Retry
 from iskander.errors import ContractError, IskanderError, ModelNotFound, NotReady
 
 ROWS = 20_000
@@ -62,6 +62,16 @@ def pair(tmp_path: Path) -> Iterator[list[Gateway]]:
             gateways.append(start(tmp_path / name))
             stack.callback(gateways[-1].end)
         yield gateways
+
+
+@pytest.fixture(scope="module")
+def steady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway that no test ends."""
+    gateway = start(tmp_path_factory.mktemp("steady"))
+    try:
+        yield gateway
+    finally:
+        gateway.end()
 
 
 @pytest.fixture
@@ -135,7 +145,9 @@ def test_every_request_is_answered_while_one_of_two_gateways_is_killed(
     assert set(answers) == {"right"}
 
 
-@pytest.mark.parametrize("shared_bytes", [0, 2 * MIB], ids=["sent", "shared"])
+@pytest.mark.parametrize(
+    "shared_bytes", [pytest.param(0, marks=pytest.mark.slow), 2 * MIB], ids=["sent", "shared"]
+)
 def test_stream_continues_after_its_gateway_is_killed_and_started_again(
     gateway: Gateway, shared_bytes: int
 ) -> None:
@@ -168,6 +180,7 @@ def test_stream_continues_after_its_gateway_is_killed_and_started_again(
                 second.end()
 
 
+@pytest.mark.slow
 def test_batches_without_a_result_are_sent_again_while_the_feed_waits(gateway: Gateway) -> None:
     """A closed loop: the next batch depends on the result of the one before."""
     result_of: dict[int, int] = {}
@@ -201,12 +214,9 @@ def test_batches_without_a_result_are_sent_again_while_the_feed_waits(gateway: G
     assert result_of == {number: 1000 + number for number in range(4)}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"retry": Retry(is_enabled=False)}], ids=["default", "off"]
-)
-def test_failures_are_raised_without_retries(gateway: Gateway, options: dict[str, Any]) -> None:
+def test_failures_are_raised_without_retries(gateway: Gateway) -> None:
     got = []
-    with client_of([gateway], **options) as client:
+    with client_of([gateway], retry=OFF) as client:
         assert is_right(client.score("ids", batch(5, 3)), 5, 3)
         with pytest.raises((flight.FlightUnavailableError, flight.FlightInternalError)):
             for number, result in enumerate(
@@ -244,8 +254,8 @@ def test_gateway_that_stays_away_is_an_error_with_the_number_of_attempts(gateway
             client.health()
 
 
-def test_invalid_requests_are_not_retried(gateway: Gateway) -> None:
-    with client_of([gateway], retry=PATIENT) as client:
+def test_invalid_requests_are_not_retried(steady: Gateway) -> None:
+    with client_of([steady], retry=PATIENT) as client:
         for model, data, kind in (
             ("absent", batch(0, 3), ModelNotFound),
             ("ids", pa.record_batch({"z": [1]}), ContractError),
@@ -254,7 +264,7 @@ def test_invalid_requests_are_not_retried(gateway: Gateway) -> None:
                 with pytest.raises(kind) as caught:
                     call(model, data)
                 assert not hasattr(caught.value, "__notes__")
-    gateway.wait_idle()
+    steady.wait_idle()
 
 
 def test_errors_of_batches_are_outcomes_of_a_resumed_stream(gateway: Gateway) -> None:
@@ -304,6 +314,7 @@ def test_streams_and_calls_move_from_a_draining_gateway(pair: list[Gateway]) -> 
     assert other.wait_idle()["lanes"]["ids/1"]["requests"] == 49 + 20
 
 
+@pytest.mark.slow
 def test_call_waits_for_a_gateway_that_drains_and_starts_again(gateway: Gateway) -> None:
     replaced: list[Gateway] = []
     with client_of([gateway], retry=PATIENT) as client:
@@ -320,11 +331,11 @@ def test_call_waits_for_a_gateway_that_drains_and_starts_again(gateway: Gateway)
                 second.end()
 
 
-def test_early_end_of_a_resumable_stream_cancels_it_at_the_server(gateway: Gateway) -> None:
+def test_early_end_of_a_resumable_stream_cancels_it_at_the_server(steady: Gateway) -> None:
     """The feed has no end."""
-    with client_of([gateway], retry=PATIENT) as client:
+    with client_of([steady], retry=PATIENT) as client:
         results = client.stream("ids", (batch(n, 10) for n in itertools.count()))
         assert is_right(next(results), 0, 10)
-        assert gateway.stats()["streams"] == 1
+        assert steady.stats()["streams"] == 1
         results.close()  # type: ignore[attr-defined]
-        gateway.wait_idle()
+        steady.wait_idle()

@@ -37,9 +37,9 @@ ROWS = 20_000
 SHARED_BYTES = 2 * MIB
 
 
-@pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[Gateway]:
-    with running_with_regions(tmp_path) as gateway:
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with running_with_regions(tmp_path_factory.mktemp("shared")) as gateway:
         yield gateway
 
 

@@ -71,7 +71,7 @@ def test_sorted_rows_are_in_order_across_files(tmp_path: Path) -> None:
         {},
         pytest.param({"partition_by": ("day",)}, marks=pytest.mark.slow),
         pytest.param({"sort_by": ("score",)}, marks=pytest.mark.slow),
-        {"overwrite": "append"},
+        pytest.param({"overwrite": "append"}, marks=pytest.mark.slow),
         {"overwrite": "replace"},
     ],
 )

@@ -95,7 +95,7 @@ def test_sorted_rows_are_in_order_across_files(tmp_path: Path, catalog: SqlCatal
         {},
         pytest.param({"partition_by": ("day",)}, marks=pytest.mark.slow),
         pytest.param({"sort_by": ("score",)}, marks=pytest.mark.slow),
-        {"overwrite": "append"},
+        pytest.param({"overwrite": "append"}, marks=pytest.mark.slow),
         {"overwrite": "replace"},
     ],
 )
