@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import flight
 
-from iskander.client import Client
+from iskander.client import OFF, Client
 from iskander.errors import IskanderError
 from support.processes import Gateway, eventually
 
@@ -170,7 +170,7 @@ class Streams:
     def run(self, is_over: Callable[[], bool], on_right: Callable[[], None] = lambda: None) -> None:
         """Run streams over connections, a few streams on each."""
         while not is_over():
-            with Client(self._address) as client:
+            with Client(self._address, retry=OFF) as client:
                 for _ in range(int(self._random.integers(1, 6))):
                     if is_over():
                         return

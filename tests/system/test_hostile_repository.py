@@ -14,7 +14,7 @@ from support import models
 from support.processes import BIN, eventually, running
 from support.repositories import Folder
 
-from iskander.client import Client
+from iskander.client import OFF, Client
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ class Load(threading.Thread):
 
     def run(self) -> None:
         try:
-            with Client(self._address) as client:
+            with Client(self._address, retry=OFF) as client:
                 while not self.stopped.is_set():
                     first = self.count
                     scored = client.score("good", pa.record_batch({"x": [first, first + 1]}))

@@ -21,7 +21,7 @@ from support.reference_client import ReferenceClient
 from support.repositories import Folder, scaled
 
 from iskander._generated import oip_pb2
-from iskander.client import Client
+from iskander.client import OFF, Client
 from iskander.errors import IskanderError, ModelMoved, ModelNotFound, NotReady, Unsupported
 
 REFERENCE = str(Path(models.__file__).with_name("repository_client.py"))
@@ -99,7 +99,7 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         try:
-            with Client(self._address) as client:
+            with Client(self._address, retry=OFF) as client:
                 for scored in client.stream("m", self._batches()):
                     self.results.append(scored["y"].to_pylist())
         except Exception as error:
