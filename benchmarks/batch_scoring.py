@@ -1,10 +1,12 @@
-"""Rows/s of `iskander score` next to a hand-written loop over the same file.
+"""Rows/s of `iskander score` next to a hand-written loop and Ray Data over the same file.
 
-    python -m benchmarks.batch_scoring [--rows 10000000] [--rounds 5]
+    python -m benchmarks.batch_scoring [--rows 10000000] [--rounds 5] [--ray PYTHON]
 
-Both score the same Parquet file with the same model on the same cores and write Parquet, each in
+All score the same Parquet file with the same model on the same cores and write Parquet, each in
 processes of its own, in alternating rounds. The loop reads batches of 65,536 rows with
 `pyarrow.dataset`, runs ONNX Runtime with its default threads and writes with one `ParquetWriter`.
+Ray Data runs ONNX Runtime in one actor with `map_batches`; PYTHON is the interpreter of an
+environment with `ray[data]` and `onnxruntime`.
 """
 
 from __future__ import annotations
@@ -44,6 +46,24 @@ for batch in ds.dataset(source).scanner(batch_size=int(rows)).to_batches():
     writer.write_batch(batch)
 writer.close()
 """
+RAY = """
+import os, sys
+import numpy as np, onnxruntime as ort, ray
+source, model, target, rows = sys.argv[1:]
+class Scorer:
+    def __init__(self):
+        self.session = ort.InferenceSession(model)
+    def __call__(self, batch):
+        feeds = {each.name: batch[each.name] for each in self.session.get_inputs()}
+        for each, values in zip(self.session.get_outputs(), self.session.run(None, feeds)):
+            batch[each.name] = np.asarray(values).reshape(-1)
+        return batch
+ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False)
+ray.data.DataContext.get_current().enable_progress_bars = False
+data = ray.data.read_parquet(source)
+actor = ray.data.ActorPoolStrategy(size=1)
+data.map_batches(Scorer, batch_size=int(rows), compute=actor).write_parquet(target)
+"""
 
 
 def main() -> None:
@@ -51,17 +71,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ray", type=Path, metavar="PYTHON")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="isk-scoring-") as name:
         folder = Path(name)
         write_ratings(folder / "ratings.parquet", arguments.rows)
-        loop = [sys.executable, "-c", LOOP, folder / "ratings.parquet", MODEL / "model.onnx"]
+        given = [folder / "ratings.parquet", MODEL / "model.onnx"]
+        loop = [sys.executable, "-c", LOOP, *given, folder / "out", BATCH_ROWS]
         command = Path(sys.executable).parent / "iskander"
         score = [command, "score", MODEL, folder / "ratings.parquet", "--progress", "none"]
         ways = {
-            "loop": ([*loop, folder / "out", str(BATCH_ROWS)], folder / "out"),
+            "loop": (loop, folder / "out"),
             "iskander score": ([*score, "-o", folder / "scored"], folder / "scored"),
         }
+        if arguments.ray:
+            ray = [arguments.ray, "-c", RAY, *given, folder / "ray", BATCH_ROWS]
+            ways["ray data"] = ray, folder / "ray"
         measured: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
         for _ in range(arguments.rounds):
             for way, (words, output) in ways.items():
@@ -71,10 +96,11 @@ def main() -> None:
         seconds = statistics.median(each for each, _ in runs)
         peak = max(each for _, each in runs) / 2**20
         print(f"{way:<15} {arguments.rows / seconds:>12,.0f} rows/s  {peak:>7,.0f} MiB")
-    ratios = [
-        loop_s / score_s for (loop_s, _), (score_s, _) in zip(*measured.values(), strict=True)
-    ]
-    print(f"ratio within a round: median {statistics.median(ratios):.2f}, all {sorted(ratios)}")
+    scored = measured.pop("iskander score")
+    for way, runs in measured.items():
+        ratios = sorted(other / own for (other, _), (own, _) in zip(runs, scored, strict=True))
+        listed = ", ".join(f"{each:.2f}" for each in ratios)
+        print(f"times as fast as {way}: median {statistics.median(ratios):.2f} of {listed}")
 
 
 def write_ratings(file: Path, rows: int) -> None:

@@ -20,14 +20,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from iskander.errors import ConfigError, IskanderError
+from iskander.errors import ConfigError, IskanderError, ModelMoved
 
 if TYPE_CHECKING:
     from iskander.client import Client
     from iskander.scoring.job import Job
     from iskander.scoring.journal import Journal
+    from iskander.scoring.planning import Planned
     from iskander.scoring.report import Report
-    from iskander.scoring.runner import Planned, Stop
+    from iskander.scoring.runner import Stop
     from iskander.scoring.sources import Source
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_QUARANTINED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
@@ -194,10 +195,9 @@ def _bytes(option: str, text: str | None, default: int) -> int:
 
 
 class _Server(NamedTuple):
-    """Client of the server, the digest of a private model's files, and the check of its life."""
+    """Client of the server, and the check whether a private one has ended."""
 
     client: Client
-    files: str | None
     lost: Callable[[], IskanderError | None]
 
 
@@ -205,7 +205,7 @@ class _Server(NamedTuple):
 def _client(arguments: argparse.Namespace, token: str | None) -> Iterator[_Server]:
     """Connect to the given server, or to a private one."""
     from iskander.client import Client, Retry, Tls
-    from iskander.scoring.server import files_digest, private_server
+    from iskander.scoring.server import private_server
 
     retry = Retry(attempts=ATTEMPTS)
     if arguments.server:
@@ -216,21 +216,20 @@ def _client(arguments: argparse.Namespace, token: str | None) -> Iterator[_Serve
             tls=tls if arguments.tls or any(tls) else None,
             retry=retry,
         ) as client:
-            yield _Server(client, None, lambda: None)
+            yield _Server(client, lambda: None)
         return
-    files = None if arguments.config else files_digest(arguments.model)
     with (
         private_server(None if arguments.config else arguments.model, config=arguments.config) as (
             server
         ),
         Client(server.address, token=token, retry=retry) as client,
     ):
-        yield _Server(client, files, server.lost)
+        yield _Server(client, server.lost)
 
 
 def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
     from iskander.scoring.journal import Journal
-    from iskander.scoring.runner import csv_types, describe, plan_job
+    from iskander.scoring.planning import csv_types, describe, plan_job
     from iskander.scoring.sources import open_source
 
     with contextlib.ExitStack() as stack:
@@ -249,7 +248,7 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
             job.inputs, unit_bytes=job.unit_bytes, types=csv_types(job, description)
         )
         stack.callback(source.close)
-        planned = plan_job(job, source, description, files=server.files)
+        planned = plan_job(job, source, description)
         if arguments.dry_run:
             _print_plan(job, planned, source, server.client, journal)
             return EXIT_DONE
@@ -264,43 +263,41 @@ def _run_job(
     server: _Server,
     journal: Journal | None,
 ) -> int:
+    from iskander.scoring.errors import JobConflict
     from iskander.scoring.progress import open_progress
-    from iskander.scoring.runner import Interrupted, Parts, Stop
-    from iskander.scoring.runner import run as run_job
+    from iskander.scoring.runner import Interrupted, Parts, Runner, Stop
     from iskander.scoring.sinks import open_sink
+    from iskander.scoring.sinks.errors import OutputExists
 
-    sink = open_sink(job)
     stop = Stop()
+    runner = Runner(
+        Parts(
+            job=job,
+            planned=planned,
+            source=source,
+            sink=open_sink(job),
+            client=server.client,
+            journal=journal,
+            progress=open_progress(arguments.progress),
+            stop=stop,
+            lost=server.lost,
+        )
+    )
     with _stopped_by_signals(stop):
         try:
-            report = run_job(
-                Parts(
-                    job=job,
-                    planned=planned,
-                    source=source,
-                    sink=sink,
-                    client=server.client,
-                    journal=journal if sink.is_resumable else None,
-                    progress=open_progress(arguments.progress),
-                    stop=stop,
-                    lost=server.lost,
-                )
-            )
-        except Interrupted as interrupted:
-            _write_report(arguments, interrupted.report)
+            report = runner.run()
+        except Interrupted:
+            _write_report(arguments, runner.report("interrupted"))
             _say("interrupted")
             _print_resume(journal)
             return EXIT_INTERRUPTED
         except IskanderError as error:
+            _write_report(arguments, runner.report("failed"))
             _say(f"{error.message} [{error.code}]")
-            _print_resume(journal)
+            # With the same options these would fail again.
+            if not isinstance(error, ConfigError | JobConflict | ModelMoved | OutputExists):
+                _print_resume(journal)
             return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
-    with contextlib.suppress(OSError):
-        # The parent of state folders, if this was the only job.
-        Path(job.state_folder).rmdir()
-    with contextlib.suppress(OSError):
-        if job.state is None:
-            Path(job.state_folder).parent.rmdir()
     _write_report(arguments, report)
     return EXIT_QUARANTINED if report.quarantined else EXIT_DONE
 
@@ -385,9 +382,15 @@ def _resume_text(planned: Planned, journal: Journal | None) -> str:
 
 def _estimate(job: Job, planned: Planned, source: Source, client: Client) -> str:
     """Score the first batch, and scale its time."""
-    from iskander.scoring.runner import score_first
+    from iskander.scoring.planning import score_first
+    from iskander.scoring.rows import is_row_error
 
-    first = score_first(job, planned, source, client)
+    try:
+        first = score_first(job, planned, source, client)
+    except IskanderError as error:
+        if job.on_error == "fail" or not is_row_error(error):
+            raise
+        return f"none, because the first batch has a rejected row: {error.message}"
     if first is None:
         return "no rows in the first unit"
     rows, seconds = first

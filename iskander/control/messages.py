@@ -21,7 +21,7 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 
 class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -198,13 +198,19 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
-    """The model is loaded and has computed its warm-up batches."""
+    """The model is loaded and has computed its warm-up batches.
+
+    Attributes:
+        files_sha256: Hash of the names and contents of the model's files, in hexadecimal; empty if
+            there are too many files.
+    """
 
     model: int
     contract: Contract
     providers: tuple[str, ...]
     threads: int
     load_ms: float
+    files_sha256: str = ""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"):

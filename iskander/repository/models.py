@@ -305,6 +305,7 @@ def describe(lane: Lane) -> dict[str, Any]:
             "passthrough": contract.passthrough,
             "columns": contract.column_order,
             "ranked_within": [rank.within for rank in contract.ranks],
+            "files_sha256": lane.files_sha256,
         }
     return described
 

@@ -73,6 +73,7 @@ class Lane:
     Attributes:
         quorum: Number of workers at which the model is ready.
         contract: None until the first worker has loaded the model.
+        files_sha256: Hash of the model's files when the first worker loaded them; empty if unknown.
         workers: Workers with the model loaded that accept batches, by incarnation.
         has_limits: The settings limit the latency or age of requests that name no limit.
         is_awaiting_worker: A worker is being recycled; requests may wait for its replacement.
@@ -103,6 +104,7 @@ class Lane:
         self._unreserved = Unreserved(config)
         self.quorum = quorum
         self.contract: Contract | None = None
+        self.files_sha256 = ""
         self.workers: dict[int, WorkerSlot] = {}
         self.is_awaiting_worker = False
         self.ttl_ns = int(config.ttl_ms * NS_PER_MS) or NEVER_NS

@@ -24,3 +24,7 @@ class JobConflict(IskanderError, code="job_conflict", fault=Fault.CLIENT, status
 
 class FilterError(IskanderError, code="filter", fault=Fault.CLIENT, status="INVALID_ARGUMENT"):
     """The filter is not in the language of filters, or it does not fit the columns."""
+
+
+class StateError(IskanderError, code="state", fault=Fault.OPERATOR, status="FAILED_PRECONDITION"):
+    """The state folder of a job cannot be read or written: no space or no permission."""

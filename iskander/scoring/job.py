@@ -17,6 +17,8 @@ from iskander.errors import ConfigError
 STREAM = "-"
 """The input or output that is an Arrow IPC stream on standard input or output."""
 QUARANTINE: Final = "quarantine="
+PARENT: Final = "_iskander"
+"""Folder of the state folders of jobs, beside their output."""
 OVERWRITES: Final = ("error", "append", "replace")
 BATCH_ROWS_MAX: Final = 1 << 24
 CONCURRENCY_MAX: Final = 256
@@ -127,9 +129,9 @@ class Job:
         if _SCHEME.match(self.output) or self.output == STREAM:
             digest = hashlib.sha256(self.output.encode("utf-8", "surrogatepass")).hexdigest()
             label = re.sub(r"[^A-Za-z0-9]+", "-", self.output).strip("-")[-40:]
-            return str(PurePath("_iskander", f"{label or 'stream'}-{digest[:8]}"))
+            return str(PurePath(PARENT, f"{label or 'stream'}-{digest[:8]}"))
         path = PurePath(self.output)
-        return str(path.parent / "_iskander" / (path.name or "output"))
+        return str(path.parent / PARENT / (path.name or "output"))
 
     def fingerprinted(self) -> dict[str, Any]:
         """Return the options that change results or the files of the output.

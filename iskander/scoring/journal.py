@@ -12,13 +12,15 @@ import json
 import os
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from iskander.scoring.errors import JobConflict
+from iskander.scoring.errors import JobConflict, StateError
+from iskander.scoring.job import PARENT
 from iskander.scoring.plan import Plan, canonical, decode_plan, encode_plan
 
 fcntl: ModuleType | None
@@ -43,8 +45,8 @@ class Finished:
         rows_in: Rows that were read, after the filter.
         rows_out: Rows in the staged output.
         quarantined: Rows in the quarantine folder.
+        rejected: Rows that the model or the server rejected.
         bytes: Bytes of the staged output.
-        sha256: Digest of the staged output.
     """
 
     index: int
@@ -52,8 +54,8 @@ class Finished:
     rows_in: int
     rows_out: int
     quarantined: int
+    rejected: int
     bytes: int
-    sha256: str
 
 
 class Journal:
@@ -64,16 +66,19 @@ class Journal:
 
     Raises:
         JobConflict: Another process uses the folder.
+        StateError: The system rejects to create the folder. Each method raises it too, if the
+            system rejects to read or write.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise JobConflict(f"{self.folder}: the state folder is a file") from error
+        with _using(self.folder):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise JobConflict(f"{self.folder}: the state folder is a file") from error
+            self._lock: int | None = _lock(self.folder / LOCK)
         self._mutex = threading.Lock()
-        self._lock: int | None = _lock(self.folder / LOCK)
         self._lines: int | None = None
         self._plan: Plan | None = None
         self._finished: dict[int, Finished] = {}
@@ -105,8 +110,9 @@ class Journal:
         if earlier is None:
             if must_resume:
                 raise JobConflict(f"{self.folder}: no earlier run to resume; omit --resume")
-            _replace(self.folder / JOURNAL, b"")
-            _replace(self.folder / PLAN, encode_plan(plan))
+            with _using(self.folder):
+                _replace(self.folder / JOURNAL, b"")
+                _replace(self.folder / PLAN, encode_plan(plan))
         elif earlier.fingerprint != plan.fingerprint:
             raise JobConflict(
                 f"{self.folder}: has the state of another job ({_differences(earlier, plan)}); "
@@ -115,8 +121,9 @@ class Journal:
                 fingerprint=plan.fingerprint,
             )
         self._plan = plan
-        self._finished = _read(self.folder / JOURNAL, plan)
-        self._lines = _open_lines(self.folder / JOURNAL)
+        with _using(self.folder):
+            self._finished = _read(self.folder / JOURNAL, plan)
+            self._lines = _open_lines(self.folder / JOURNAL)
         return earlier is not None
 
     def plan(self) -> Plan | None:
@@ -125,10 +132,11 @@ class Journal:
         Raises:
             JobConflict: The plan is not readable.
         """
-        try:
-            return decode_plan((self.folder / PLAN).read_bytes())
-        except FileNotFoundError:
-            return None
+        with _using(self.folder):
+            try:
+                return decode_plan((self.folder / PLAN).read_bytes())
+            except FileNotFoundError:
+                return None
 
     def finished(self) -> dict[int, Finished]:
         """Return the finished units by their index."""
@@ -138,12 +146,10 @@ class Journal:
     def append(self, finished: Finished) -> None:
         """Record a finished unit; it is on disk when this returns.
 
-        Repeating a unit with equal values changes nothing.
-
-        Raises:
-            OSError: The disk rejects to write. The line may be torn, and is then ignored.
+        Repeating a unit with equal values changes nothing. A line that is torn by a full disk is
+        ignored later.
         """
-        with self._mutex:
+        with self._mutex, _using(self.folder):
             assert self._lines is not None and self._plan is not None, "begin comes first"
             unit = self._plan.units[finished.index]
             assert unit.name == finished.name, f"unit {finished.index} has the name {unit.name}"
@@ -164,7 +170,7 @@ class Journal:
 
         The unit is scored again.
         """
-        with self._mutex:
+        with self._mutex, _using(self.folder):
             assert self._lines is not None, "begin comes first"
             self._finished.pop(index, None)
             lines = b"".join(canonical(asdict(each)) + b"\n" for each in self._finished.values())
@@ -174,8 +180,8 @@ class Journal:
             self._lines = _open_lines(self.folder / JOURNAL)
 
     def clear(self) -> None:
-        """Delete the plan and the journal, and keep the lock."""
-        with self._mutex:
+        """Delete the plan and the journal, and keep the lock until `close`."""
+        with self._mutex, _using(self.folder):
             self._close_lines()
             # The plan goes first: a journal without a plan is no state.
             for name in (PLAN, JOURNAL):
@@ -183,28 +189,43 @@ class Journal:
             _sync_folder(self.folder)
             self._finished, self._plan = {}, None
 
-    def remove(self) -> None:
-        """Delete the state after the commit, and the folder if nothing else is in it."""
-        self.clear()
-        if fcntl is not None:
-            # Before the lock is released: the name may be another process's file afterwards.
-            (self.folder / LOCK).unlink(missing_ok=True)
-        self.close()
-        with suppress(OSError):
-            self.folder.rmdir()
-
     def close(self) -> None:
-        """Close the files and release the lock; safe to repeat."""
+        """Close the files and release the lock; safe to repeat.
+
+        Without a plan, the folder is deleted with its empty parent `_iskander`.
+        """
         with self._mutex:
             self._close_lines()
-            if self._lock is not None:
-                _unlock(self._lock, self.folder / LOCK)
-                self._lock = None
+            if self._lock is None:
+                return
+            is_empty = not (self.folder / PLAN).exists()
+            if is_empty and fcntl is not None:
+                # Before the lock is released: afterwards, the name may be another process's file.
+                (self.folder / LOCK).unlink(missing_ok=True)
+            _unlock(self._lock, self.folder / LOCK)
+            self._lock = None
+            if is_empty:
+                with suppress(OSError):
+                    self.folder.rmdir()
+                    if self.folder.parent.name == PARENT:
+                        self.folder.parent.rmdir()
 
     def _close_lines(self) -> None:
         if self._lines is not None:
             os.close(self._lines)
             self._lines = None
+
+
+@contextmanager
+def _using(folder: Path) -> Iterator[None]:
+    """Convert errors of the system to `StateError` with the path."""
+    try:
+        yield
+    except OSError as error:
+        raise StateError(
+            f"{error.filename or folder}: the state of the job cannot be read or written: "
+            f"{error.strerror}"
+        ) from error
 
 
 def _read(path: Path, plan: Plan) -> dict[int, Finished]:
@@ -254,6 +275,8 @@ def _differences(earlier: Plan, plan: Plan) -> str:
         parts.append(f"model version {earlier.version}, now {plan.version}")
     elif earlier.digest != plan.digest:
         parts.append("the files of the model changed")
+    if earlier.program != plan.program:
+        parts.append(f"made by {earlier.program}, now {plan.program}")
     if earlier.snapshot != plan.snapshot:
         parts.append("the input changed")
     return ", ".join(parts) or "its options differ"

@@ -14,10 +14,13 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from iskander import __version__
 from iskander.scoring.errors import JobConflict
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the plan's JSON form."""
+PROGRAM: Final = f"iskander {__version__}, pyarrow {pa.__version__}"
+"""Versions that determine the bytes of the output."""
 ROWS_MAX: Final = "rows_max"
 """Key of a locator: rows to read of the unit, after the filter."""
 
@@ -63,6 +66,7 @@ class Plan:
         digest: Result of `model_digest`.
         snapshot: State of the input when it was planned.
         schema: Schema of the input.
+        program: Program that made the plan.
     """
 
     units: tuple[Unit, ...]
@@ -72,6 +76,7 @@ class Plan:
     digest: str
     snapshot: dict[str, str]
     schema: pa.Schema
+    program: str = PROGRAM
 
     @property
     def rows(self) -> int | None:
@@ -152,6 +157,7 @@ def fingerprint(
     """
     parts = {
         "format": FORMAT,
+        "program": PROGRAM,
         "model": model,
         "version": version,
         "digest": digest,
@@ -163,9 +169,9 @@ def fingerprint(
     return hashlib.sha256(canonical(parts)).hexdigest()
 
 
-def model_digest(description: Mapping[str, Any], files: str | None = None) -> str:
-    """Hash a model's description and, if the server gives it, the fingerprint of its files."""
-    return hashlib.sha256(canonical({"description": description, "files": files})).hexdigest()
+def model_digest(identity: Mapping[str, Any]) -> str:
+    """Hash what identifies a model version: its contract, with the hash of its files."""
+    return hashlib.sha256(canonical(identity)).hexdigest()
 
 
 def canonical(values: Mapping[str, Any]) -> bytes:
@@ -177,6 +183,7 @@ def encode_plan(plan: Plan) -> bytes:
     """Convert a plan to JSON."""
     values = {
         "format": FORMAT,
+        "program": plan.program,
         "fingerprint": plan.fingerprint,
         "model": plan.model,
         "version": plan.version,
@@ -211,6 +218,7 @@ def decode_plan(text: bytes) -> Plan:
             version=values["version"],
             digest=values["digest"],
             snapshot=values["snapshot"],
+            program=values["program"],
             schema=pa.ipc.read_schema(pa.py_buffer(base64.b64decode(values["schema"]))),
         )
     except (ValueError, KeyError, TypeError, pa.ArrowInvalid) as error:

@@ -28,7 +28,7 @@ class Report:
         rows_in: Rows that were read, after the filter, in all runs of the job.
         rows_out: Rows of the output.
         quarantined: Rows in the quarantine folder.
-        errors: Rows that the model or the server rejected.
+        rejected: Rows that the model or the server rejected.
         bytes_out: Bytes of the output, before units are joined.
         seconds: Duration of this run.
         read_s: Time of the threads that read.
@@ -48,7 +48,7 @@ class Report:
     rows_in: int
     rows_out: int
     quarantined: int
-    errors: int
+    rejected: int
     bytes_out: int
     seconds: float
     read_s: float
@@ -70,7 +70,7 @@ class Report:
             f"output    {self.output} ({self.state})",
             f"units     {self.units}{resumed}",
             f"rows      {self.rows_in:,} in, {self.rows_out:,} out, "
-            f"{self.quarantined:,} quarantined, {self.errors:,} rejected",
+            f"{self.quarantined:,} quarantined, {self.rejected:,} rejected",
             f"time      {self.seconds:.1f} s ({rate:,.0f} rows/s); threads: read "
             f"{self.read_s:.1f} s, score {self.score_s:.1f} s, write {self.write_s:.1f} s",
         ]
@@ -116,7 +116,7 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._latencies = Latencies()
-        self.rows_in = self.rows_out = self.quarantined = self.errors = self.bytes_out = 0
+        self.rows_in = self.rows_out = self.quarantined = self.rejected = self.bytes_out = 0
         self.read_s = self.score_s = self.write_s = 0.0
 
     def add(self, **values: float) -> None:

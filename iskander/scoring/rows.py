@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from iskander.errors import ConfigError, Fault, IskanderError
 from iskander.scoring.job import QUARANTINE
@@ -79,12 +80,6 @@ class ErrorBudget:
         self._count = count
         self._mutex = threading.Lock()
 
-    @property
-    def count(self) -> int:
-        """Rejected rows so far."""
-        with self._mutex:
-            return self._count
-
     def take(self, error: IskanderError) -> None:
         """Count one rejected row.
 
@@ -100,11 +95,6 @@ class ErrorBudget:
             f"last error: {error.message}",
             last=error.code,
         ) from error
-
-    def give_back(self, count: int) -> None:
-        """Take back rejected rows of a unit that is scored again."""
-        with self._mutex:
-            self._count -= count
 
 
 class RowPolicy:
@@ -261,8 +251,25 @@ class Quarantine:
 
     def open(self, unit: Unit) -> QuarantineWriter:
         """Begin a unit."""
-        name = f"{unit.name}-{self._mark}"
-        return QuarantineWriter(self._storage, self._path, name, self._layout)
+        return QuarantineWriter(self._storage, self._path, self._name(unit), self._layout)
+
+    def has(self, unit: Unit, rows: int) -> bool:
+        """Whether the file of a finished unit is there with its rows; without rows it has none.
+
+        Raises:
+            OutputError: The filesystem cannot be read.
+        """
+        if not rows:
+            return True
+        path = f"{self._path}/{self._name(unit)}.parquet"
+        with writing(path):
+            if self._storage.kind(path) != "file":
+                return False
+            with self._storage.filesystem.open_input_file(path) as file:
+                return bool(pq.read_metadata(file).num_rows == rows)
+
+    def _name(self, unit: Unit) -> str:
+        return f"{unit.name}-{self._mark}"
 
 
 class QuarantineWriter:

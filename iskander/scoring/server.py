@@ -9,7 +9,8 @@ Runs in: the operator's tool, main thread and one thread. Source: prctl(2), PR_S
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import fcntl
+import itertools
 import json
 import os
 import re
@@ -35,7 +36,11 @@ STARTS_MAX: Final = 4
 """Starts of the gateway in one job, the first included."""
 SOCKET_PATH_BYTES_MAX: Final = 100
 """Below the limit of 107 bytes of a unix socket's path."""
-MODEL_FILES_MAX: Final = 10_000
+FOLDER: Final = "isk-score-"
+"""Start of the names of servers' folders, in the folder for temporary files."""
+LOCK: Final = "lock"
+STALE_MAX: Final = 100
+"""Folders that are looked at when a server starts."""
 _LOG_BYTES: Final = 4000
 _POLL_S: Final = 0.1
 _NAME = re.compile(r"[^A-Za-z0-9_.:-]")
@@ -60,33 +65,6 @@ def model_name(path: str) -> str:
             last = parts[-2]
     name = _NAME.sub("-", last)[:100]
     return name if name[:1].isalnum() else f"model{name}"
-
-
-def files_digest(path: str) -> str:
-    """Hash the names and contents of a model's files.
-
-    Raises:
-        ConfigError: There are too many files, or one cannot be read.
-    """
-    root = Path(path)
-    digest = hashlib.sha256()
-    try:
-        # External weights lie beside the file.
-        folder = root.parent if root.is_file() else root
-        names = [root] if root.is_file() and root.suffix != ".onnx" else folder.rglob("*")
-        files = sorted(each for each in names if each.is_file())
-        if len(files) > MODEL_FILES_MAX:
-            raise ConfigError(
-                f"{folder}: {len(files):,} files beside the model; limit {MODEL_FILES_MAX:,}; move "
-                "the model to a folder of its own"
-            )
-        for each in files:
-            digest.update(f"{each.relative_to(folder)}\0".encode("utf-8", "surrogateescape"))
-            with each.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
 
 
 class PrivateServer:
@@ -230,12 +208,8 @@ def private_server(
             f"{given}: does not exist; without --server, MODEL is a model file or folder, or a "
             "model of --config"
         )
-    folder = Path(tempfile.mkdtemp(prefix="isk-score-"))
-    if len(str(folder)) > SOCKET_PATH_BYTES_MAX - 20:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="isk-score-", dir="/tmp"))
-    settings: dict[str, Any] = {}
-    try:
+    with _folder() as folder:
+        settings: dict[str, Any] = {}
         path = Path(given).absolute()
         if config is None:
             path = folder / "iskander.toml"
@@ -250,5 +224,28 @@ def private_server(
             yield server
         finally:
             server.stop()
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """Create a folder for sockets, and delete it at the end; delete those of dead commands."""
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent / FOLDER)) > SOCKET_PATH_BYTES_MAX - 30:
+        parent = Path("/tmp")
+    _delete_unlocked(parent)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=parent))
+    try:
+        with (folder / LOCK).open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _delete_unlocked(parent: Path) -> None:
+    """Delete folders of commands that were killed: their lock is free."""
+    for folder in itertools.islice(parent.glob(f"{FOLDER}*"), STALE_MAX):
+        # No lock yet: the other command is about to create it.
+        with contextlib.suppress(OSError), (folder / LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)

@@ -89,7 +89,7 @@ class ModelLoader:
             try:
                 if isinstance(answer, LoadFailed):
                     raise IskanderError.from_wire({"code": answer.code, "message": answer.message})
-                self._set_or_match_contract(lane, answer.contract)
+                self._set_or_match_contract(lane, answer)
             except IskanderError as error:
                 if isinstance(answer, Loaded):
                     self._unload(worker, answer.model)
@@ -241,10 +241,11 @@ class ModelLoader:
         worker.load_errors[lane.model.key] = error.message
         return False
 
-    def _set_or_match_contract(self, lane: Lane, contract: Contract) -> None:
+    def _set_or_match_contract(self, lane: Lane, answer: Loaded) -> None:
         if lane.contract is None:
-            require_output_space(contract, lane.model.rows_max, self.output_bytes)
-            lane.set_contract(contract)
-        elif lane.contract != contract:
+            require_output_space(answer.contract, lane.model.rows_max, self.output_bytes)
+            lane.set_contract(answer.contract)
+            lane.files_sha256 = answer.files_sha256
+        elif lane.contract != answer.contract:
             lane.is_stale = True
             raise ManifestError(CHANGED)

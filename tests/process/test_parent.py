@@ -212,6 +212,7 @@ def test_unresponsive_process_is_not_ready_and_then_replaced(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_process_that_hangs_at_its_start_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +262,7 @@ def test_settings_are_reverted_if_a_process_does_not_get_ready(tmp_path: Path, i
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_removed_runtime_directory_does_not_end_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +283,7 @@ def test_removed_runtime_directory_does_not_end_processes(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_revert_stops_at_a_process_without_ready_models(tmp_path: Path) -> None:
     """Otherwise the previous settings could end all processes, one after the other."""
 

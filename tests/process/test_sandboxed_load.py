@@ -184,6 +184,7 @@ os.write(1, bytes.fromhex(sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 def test_model_check_ends_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork of a Python model does not delay the result, and is killed."""
     response = encode([LoadFailed(1, "manifest", "error of the class")]).hex()

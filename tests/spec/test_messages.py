@@ -121,6 +121,9 @@ SAMPLES: dict[str, Any] = {
         threads=4,
         load_ms=812.5,
     ),
+    "Loaded with the hash of the files": Loaded(
+        3, CONTRACT, ("CPUExecutionProvider",), 4, 8.0, "ab" * 32
+    ),
     "Loaded with defaults": Loaded(0, Contract((), (), "all"), (), 1, 0.0),
     "LoadFailed": LoadFailed(model=3, code="manifest", message="no such tensor"),
     "Unload": Unload(model=3),

@@ -85,8 +85,8 @@ def run(
                 rows_in=rows,
                 rows_out=found.rows,
                 quarantined=0,
+                rejected=0,
                 bytes=found.bytes,
-                sha256=found.sha256,
             )
         staged.append(found)
     sink.commit(plan, staged)

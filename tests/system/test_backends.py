@@ -343,6 +343,7 @@ def test_scikit_learn_estimator_loads_with_skops(tmp_path: Path) -> None:
         assert score(ready, "own", 1) == [4, 7, 10]
 
 
+@pytest.mark.slow
 def test_pickle_is_loaded_only_with_trust_pickle(tmp_path: Path) -> None:
     import pickle
 

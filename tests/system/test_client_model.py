@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,7 @@ def test_contract_has_limits_versions_and_aliases(gateway: Gateway) -> None:
     assert described["versions"] == ["1", "2", "10"]
     assert described["aliases"] == {}
     assert described["ranked_within"] == []
+    assert re.fullmatch("[0-9a-f]{64}", described["files_sha256"])
 
 
 def test_model_has_aliases_and_is_called_by_one(client: TableClient) -> None:

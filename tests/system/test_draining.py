@@ -54,6 +54,7 @@ class SlowReader(client.Wire):
         eventually(lambda: lanes()["lanes"]["ids/1"].get("completed") == 1, what="the results")
 
 
+@pytest.mark.slow
 def test_drain_waits_for_slow_readers(long_drain: Gateway) -> None:
     with SlowReader(long_drain) as slow:
         long_drain.signal(signal.SIGTERM)

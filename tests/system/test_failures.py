@@ -46,7 +46,7 @@ def score_is_right(gateway: Gateway) -> bool:
     with gateway.client() as client:
         try:
             return client.score("ids", BATCH)["y"].to_pylist() == [4, 7]
-        except (NotReady, flight.FlightUnavailableError):
+        except NotReady:
             return False
 
 
@@ -220,6 +220,7 @@ def test_streams_continue_while_one_of_two_workers_is_killed(tmp_path: Path) -> 
     assert outcomes.count("whole") > 8
 
 
+@pytest.mark.slow
 def test_worker_without_heartbeats_is_killed_and_replaced(tmp_path: Path) -> None:
     workers = dict(ONE, hang_s=1.0)
     with running(tmp_path, served(tmp_path), workers=workers) as gateway:
@@ -289,6 +290,7 @@ def test_new_streams_are_rejected_during_a_drain(tmp_path: Path) -> None:
         assert gateway.wait() == 0
 
 
+@pytest.mark.slow
 def test_health_watch_receives_not_serving_during_a_drain(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
         health = "/grpc.health.v1.Health/"
@@ -320,7 +322,7 @@ def test_second_sigterm_stops_the_gateway_immediately(tmp_path: Path) -> None:
             results = client.stream("slow", [pa.record_batch({"x": [50_000]})])
 
             def read() -> None:
-                with pytest.raises((flight.FlightError, pa.ArrowException, OSError)):
+                with pytest.raises(IskanderError):
                     next(results)
 
             thread = threading.Thread(target=read)
@@ -383,7 +385,7 @@ def test_late_results_for_a_killed_gateway_are_discarded(tmp_path: Path) -> None
             results = client.stream("slow", [pa.record_batch({"x": [4000]})])
 
             def read() -> None:
-                with pytest.raises((flight.FlightError, pa.ArrowException, OSError)):
+                with pytest.raises(IskanderError):
                     next(results)
 
             thread = threading.Thread(target=read)

@@ -265,6 +265,7 @@ def test_expired_deadline_frees_the_stream(gateway: Gateway, reference: Referenc
     gateway.wait_idle()
 
 
+@pytest.mark.slow
 def test_server_enforces_the_deadline_of_a_suspended_client(gateway: Gateway) -> None:
 
     def withdrawn() -> int:

@@ -82,6 +82,7 @@ def test_drain_answers_accepted_observations(tmp_path: Path, models: list[dict[s
             assert gateway.wait() == 0
 
 
+@pytest.mark.slow
 def test_drain_sends_all_bytes_of_a_reply_to_a_slow_reader(tmp_path: Path) -> None:
     models = [{"name": "wide", "path": str(wide(tmp_path / "wide")), "max_batch_rows": ROWS}]
     with running(tmp_path, models, inferential={"address": "tcp://127.0.0.1:0"}) as gateway:

@@ -62,6 +62,7 @@ def sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_crashing_model_is_rejected_while_the_good_one_serves(tmp_path: Path) -> None:
     """The file is replaced by a model that crashes its process, and then a worker restarts.
 

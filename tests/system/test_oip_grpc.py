@@ -712,6 +712,7 @@ def test_drain_answers_admitted_requests(tmp_path: Path, reference: ReferenceCli
     assert (status, trailers["iskander-code"]) == ("UNAVAILABLE", "draining")
 
 
+@pytest.mark.slow
 def test_drain_waits_until_computed_results_are_read(
     tmp_path: Path, reference: ReferenceClient
 ) -> None:

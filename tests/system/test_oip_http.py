@@ -427,6 +427,7 @@ def test_request_after_its_deadline_gets_status_504(
     assert error.value.status() == "504"
 
 
+@pytest.mark.slow
 def test_disconnect_cancels_the_running_request(gateway: Gateway, address: str) -> None:
     (pid,) = gateway.worker_pids()
     with occupied(gateway, address, requests=1):
@@ -652,6 +653,7 @@ def test_overload_error_has_a_retry_delay(tmp_path: Path) -> None:
         ({"queue_requests": 1}, 503, "queue_full"),
     ],
 )
+@pytest.mark.slow
 def test_full_queue_and_full_share_errors_have_a_retry_delay(
     tmp_path: Path, lanes: dict[str, int], status: int, code: str
 ) -> None:

@@ -84,6 +84,7 @@ def test_killed_dedicated_worker_is_replaced_and_others_stay(tmp_path: Path) -> 
         assert pids(gateway)[""] == before[""]
 
 
+@pytest.mark.slow
 def test_dedicated_worker_is_recycled_after_its_batches(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers={"recycle_batches": 10}) as gateway:
         before = pids(gateway)["own/1"]
@@ -111,6 +112,7 @@ def test_workers_reattach_to_their_slots_after_gateway_death(tmp_path: Path) -> 
         gateway.end()
 
 
+@pytest.mark.slow
 def test_several_gateway_processes_share_dedicated_workers(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), server={"processes": 2}) as gateway:
         pids_by_process = {}

@@ -156,6 +156,7 @@ def test_killed_process_affects_only_its_own_clients(pair: Gateway, number: int)
 
 
 @pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.slow
 def test_process_that_receives_sigterm_is_replaced_and_the_worker_stays(
     tmp_path: Path, number: int
 ) -> None:
@@ -281,6 +282,7 @@ def test_stop_waits_for_the_batches_of_every_process(tmp_path: Path, how: str) -
         assert not processes_of(gateway.runtime)
 
 
+@pytest.mark.slow
 def test_worker_that_hangs_in_a_batch_of_another_process_is_replaced(tmp_path: Path) -> None:
     """Process 0 ends the worker, although it has no batch there."""
     with gateways(tmp_path, 2, workers={"hang_s": 1.0}) as gateway:

@@ -129,6 +129,7 @@ def test_every_client_gets_its_own_results(
         assert idle["input_arena"]["leased_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_requests_of_different_protocols_run_in_one_batch(
     tmp_path: Path, references: dict[str, ReferenceClient]
 ) -> None:

@@ -79,6 +79,7 @@ def shared_worker(gateway: Gateway) -> int:
     return int(pids[0])
 
 
+@pytest.mark.slow
 def test_model_that_ends_workers_is_isolated_and_then_rejected(gateway: Gateway) -> None:
     """Clients of another model get all responses meanwhile."""
     with OtherClient(gateway) as other:

@@ -299,6 +299,7 @@ def test_streams_move_to_an_equal_contract_and_end_if_it_differs(tmp_path: Path)
         assert client.score("m", floats)["y"][0].as_py() == 7
 
 
+@pytest.mark.slow
 def test_models_are_loaded_and_unloaded_by_all_protocols(
     tmp_path: Path, reference: ReferenceClient
 ) -> None:

@@ -106,6 +106,7 @@ def test_two_workers_share_one_copy_of_the_weights(tmp_path: Path, heavy: Path) 
         assert np.array_equal(each, expected)
 
 
+@pytest.mark.slow
 def test_modified_cache_entry_is_rebuilt(tmp_path: Path, light: Path) -> None:
     """The checksum of the weights does not match."""
     with serving(tmp_path, light) as gateway:
@@ -178,6 +179,7 @@ def test_model_with_different_results_does_not_share_weights(tmp_path: Path) -> 
     assert json.loads((kept / "entry.json").read_text())["note"]
 
 
+@pytest.mark.slow
 def test_cache_folder_stays_within_its_limit(tmp_path: Path, light: Path) -> None:
     """The entry of an unused model is deleted for the next one."""
     other = tmp_path / "other"

@@ -55,6 +55,7 @@ def kill_when_ready(gateway: Gateway, index: int = 0) -> None:
     eventually(lambda: gateway.stats()["workers"][index]["pid"] != pid, what="the worker's end")
 
 
+@pytest.mark.slow
 def test_hanging_model_is_logged_with_a_stack(tmp_path: Path) -> None:
     """The worker is ended with a stack and the batch id; the batch is retried only once."""
     with running(tmp_path, served(tmp_path), workers=dict(ONE, hang_s=0.5)) as gateway:
@@ -162,6 +163,7 @@ def test_only_worker_is_recycled_without_rejections(tmp_path: Path) -> None:
         assert "boot failure" not in gateway.text() and "crash" not in gateway.text()
 
 
+@pytest.mark.slow
 def test_workers_are_recycled_one_at_a_time(tmp_path: Path) -> None:
     """Both are due at once; one of them always serves."""
     with running(tmp_path, served(tmp_path), workers=dict(TWO, recycle_batches=20)) as gateway:

@@ -24,6 +24,7 @@ from iskander.control.messages import ModelSpec
 from iskander.memory.heartbeat import model_digest
 from iskander_worker.arrays import ArrayBatch, Compute
 from iskander_worker.backends import BindingModel, Bound, Model, load_model
+from iskander_worker.loading.model_files import folder_sha256
 from iskander_worker.loading.opener import require_trusted
 from iskander_worker.postprocess import PostProcessor
 from iskander_worker.vocabulary import Vocabularies
@@ -36,14 +37,18 @@ class Session:
     Attributes:
         notices: Problems that do not prevent serving.
         digest: Digest of the model version, for heartbeats.
+        files_sha256: Hash of the model's files, of `Loaded`.
     """
 
     def __init__(
         self, spec: ModelSpec, cores: int, load: Callable[[ModelSpec, int], Model] = load_model
     ) -> None:
-        if spec.backend != "onnx":  # Its own loader checks the files of the graph.
+        files_sha256 = ""
+        if spec.backend != "onnx":  # Its own loader checks and hashes the files of the graph.
             require_trusted(spec)
+            files_sha256 = folder_sha256(Path(spec.path).parent)
         self._model = model = load(spec, cores)
+        self.files_sha256: str = getattr(model, "files_sha256", files_sha256)
         manifest = read_manifest(Path(spec.path))
         labels = read_labels(Path(spec.path), manifest)
         self.contract = compile_contract(manifest, model.graph, spec.string_bytes, labels)

@@ -1,13 +1,14 @@
 """Outputs of scoring jobs: files, Delta tables, Iceberg tables, and standard output.
 
-Units are staged one by one and committed together. Imports pyarrow; the libraries of table formats
+Units are staged one by one and committed together. `base` has the steps that files and tables
+share. Imports pyarrow; the libraries of table formats
 and of the sort are loaded only for their jobs.
 Runs in: the operator's tool, threads of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import pyarrow as pa
@@ -33,6 +34,28 @@ class Sink(Protocol):
     def is_resumable(self) -> bool:
         """True if another process can go on with the output."""
 
+    @property
+    def is_commit_begun(self) -> bool:
+        """True if the state folder has the record of a commit that was begun and not completed.
+
+        It may be of any job. A part of its files may be in place, so that only this job can go on.
+
+        Raises:
+            JobConflict: The record is damaged.
+            OutputError: The system rejects to read it.
+        """
+
+    def is_complete(self, plan: Plan) -> bool:
+        """Whether the output says that it has the results of exactly this plan.
+
+        The origin is in `_SUCCESS` of a folder, in the metadata of one Parquet or Arrow IPC file,
+        in the transaction of a Delta table or in the snapshot of an Iceberg table. One CSV file and
+        a stream have none.
+
+        Raises:
+            OutputError: The system rejects to read it.
+        """
+
     def prepare(self, plan: Plan, schema: pa.Schema, *, is_resumed: bool) -> None:
         """Check the output before anything is scored, and begin.
 
@@ -40,7 +63,8 @@ class Sink(Protocol):
             plan: Plan of the job.
             schema: Columns of the results, in order.
             is_resumed: `Journal.begin` found an earlier run of this plan. Otherwise staged units of
-                this plan are deleted.
+                this plan are deleted. If that run had committed an output that is gone since, the
+                job begins again, and `recover` finds nothing.
 
         Raises:
             OutputExists: The output exists and `overwrite` does not permit to change it.
@@ -59,13 +83,23 @@ class Sink(Protocol):
         Raises:
             OutputError: The system rejects to write.
             ContractError: A batch does not fit the schema of `prepare`.
+            Cancelled: `abort` was called.
         """
 
     def recover(self, unit: Unit, finished: Finished) -> Staged | None:
         """Find a unit of the journal; None if its files are lost and it must be staged again."""
 
-    def commit(self, plan: Plan, staged: Sequence[Staged]) -> None:
+    def commit(
+        self, plan: Plan, staged: Sequence[Staged], *, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Make all units visible. It is safe to repeat after a crash at any moment.
+
+        Args:
+            plan: Plan of the job.
+            staged: All of its units.
+            check: Raises an exception to stop, which leaves everything as before the commit. It is
+                called between the steps that take long, also from another thread, and no more after
+                the first change of the output.
 
         Raises:
             OutputExists: The output was created by another program since `prepare`.
@@ -73,7 +107,10 @@ class Sink(Protocol):
         """
 
     def abort(self) -> None:
-        """Delete all staged units of a job that is not resumed; nothing after a commit began."""
+        """Delete the staged units and the record of a job; nothing after its commit began.
+
+        A call of `stage` in another thread fails, and leaves nothing either.
+        """
 
     def finish(self) -> None:
         """Delete what a repeated commit needs; call it after the journal was removed."""
@@ -83,7 +120,8 @@ def open_sink(job: Job) -> Sink:
     """Open the output of a job; nothing is changed before `prepare`.
 
     Raises:
-        ConfigError: The options do not fit the output, or a library is not installed.
+        ConfigError: The options do not fit the output, the output is not apart from an input, or a
+            library is not installed.
         OutputError: The filesystem or the catalog cannot be opened.
     """
     if job.output == STREAM:

@@ -10,44 +10,35 @@ Runs in: the operator's tool, threads of one process.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from iskander.errors import ConfigError
-from iskander.scoring.errors import SourceError
 from iskander.scoring.job import Job
-from iskander.scoring.journal import Finished
-from iskander.scoring.plan import Plan, Unit, canonical
+from iskander.scoring.plan import Plan, canonical
+from iskander.scoring.sinks.base import StagedSink, listed
 from iskander.scoring.sinks.errors import OutputExists
-from iskander.scoring.sinks.schemas import check_columns, check_partitions, plain_schema
-from iskander.scoring.sinks.sorting import check_sort
-from iskander.scoring.sinks.staging import (
-    JOINED,
-    Staging,
-    check_others,
-    check_staged,
-    provenance,
-    sizes,
-)
-from iskander.scoring.sinks.storage import Record, storage_of, writing
+from iskander.scoring.sinks.schemas import plain_schema
+from iskander.scoring.sinks.staging import FINGERPRINT, Staging, provenance
+from iskander.scoring.sinks.storage import storage_of, writing
 from iskander.scoring.sinks.writing import (
     Layout,
-    Staged,
     check_csv,
     compression_of,
     format_of,
     partition_values,
 )
-from iskander.scoring.sources.places import locate
 
 SUCCESS = "_SUCCESS"
 _METADATA = ("_SUCCESS", "_metadata", "_common_metadata")
 
 
-class FileSink:
+class FileSink(StagedSink):
     """A folder of files, or one file.
 
     Args:
@@ -55,15 +46,13 @@ class FileSink:
             end with `/`, and no folder of that name exists.
 
     Raises:
-        ConfigError: The options do not fit together.
+        ConfigError: The options do not fit together, or the output is not apart from an input.
         OutputError: The filesystem is unknown.
     """
 
-    is_resumable = True
-
     def __init__(self, job: Job) -> None:
-        self._job = job
-        self._storage, self._path = storage_of(job.output)
+        self._storage, path = storage_of(job.output)
+        super().__init__(job, path)
         name = self._path.rpartition("/")[2]
         found = format_of(name)
         with writing(job.output):
@@ -81,92 +70,63 @@ class FileSink:
                 raise ConfigError(f"{job.output}: partition_by needs a folder as output")
             if job.overwrite == "append":
                 raise ConfigError(f"{job.output}: append needs a folder or a table as output")
-        _check_inputs(job)
-        self._record = Record(job.state_folder)
-        self._staging: Staging | None = None
+        # A staging folder lies beside one file, and in an output folder.
+        parent, _, name = path.rpartition("/")
+        self._place = parent if self._is_one else path
+        self._prefix = f".{name}.staging-" if self._is_one else "_staging-"
+        self._folder = None if self._is_one else path
 
-    def prepare(self, plan: Plan, schema: pa.Schema, *, is_resumed: bool) -> None:
-        """Check the output and begin; see `Sink.prepare`."""
-        job = self._job
+    def is_complete(self, plan: Plan) -> bool:
+        """Whether `_SUCCESS`, or the metadata of one file, is of this plan; CSV has none."""
+        path = self._path if self._is_one else f"{self._path}/{SUCCESS}"
+        with writing(path, failure="cannot read"):
+            if self._storage.kind(path) != "file":
+                return False
+            try:
+                return self._origin(path).get(FINGERPRINT) == plan.fingerprint
+            except ValueError:
+                # Another program's file; errors of pyarrow about contents are among these.
+                return False
+
+    def _is_committed(self, plan: Plan) -> bool:
+        if self._is_one and self._format == "csv":
+            with writing(self._path, failure="cannot read"):
+                return self._storage.kind(self._path) == "file"
+        return self.is_complete(plan)
+
+    def _origin(self, path: str) -> dict[str, str]:
+        """Read the origin of the results from `_SUCCESS` or from one file."""
+        if self._is_one and self._format == "csv":
+            return {}
+        with self._storage.filesystem.open_input_file(path) as file:
+            if not self._is_one:
+                values = json.loads(file.read())
+                return values if isinstance(values, dict) else {}
+            metadata = _read_schema(file, self._format).metadata or {}
+        return {key.decode(): value.decode() for key, value in metadata.items()}
+
+    def _layout(self, plan: Plan, schema: pa.Schema, *, is_begun: bool) -> Layout:
         columns = plain_schema(schema)
-        check_partitions(job.partition_by, columns)
-        check_columns("sort_by", job.sort_by, columns)
         if self._format == "csv":
             check_csv(columns)
-        if job.sort_by:
-            check_sort(job.sort_by, columns)
-        layout = Layout(
-            schema=columns,
-            metadata=provenance(plan),
-            format=self._format,
-            compression=self._compression,
-            partition_by=job.partition_by,
-            sort_by=job.sort_by,
-            file_bytes=None if self._is_one else job.file_bytes,
-        )
-        parent, _, name = self._path.rpartition("/")
-        place, prefix = (parent, f".{name}.staging-") if self._is_one else (self._path, "_staging-")
-        own = prefix + plan.fingerprint[:16]
-        self._staging = Staging(
+        options: dict[str, Any] = {"format": self._format, "compression": self._compression}
+        if self._is_one:
+            options["file_bytes"] = None
+        layout = self._checked_layout(plan, columns, self._job.partition_by, **options)
+        if not is_begun:
+            self._check_free(plan, layout)
+        return layout
+
+    def _staging_of(self, plan: Plan, layout: Layout, values: Mapping[str, Any]) -> Staging:
+        return Staging(
             self._storage,
-            f"{place}/{own}",
+            f"{self._place}/{self._prefix}{plan.fingerprint[:16]}",
             layout,
-            is_joined=self._is_one or bool(job.sort_by),
+            self._job.state_folder,
+            is_joined=self._is_one or bool(self._job.sort_by),
         )
-        is_known = is_resumed and self._record.load(plan.fingerprint)
-        if is_known and self._record.state != "prepared":
-            return
-        self._check_free(layout)
-        check_others(self._storage, place, prefix, own, is_restart=job.restart)
-        if not is_known:
-            self._staging.remove()
-            self._record.save(fingerprint=plan.fingerprint, state="prepared")
 
-    def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
-        """Write a unit; see `Sink.stage`."""
-        return self._ready().stage(unit, batches)
-
-    def recover(self, unit: Unit, finished: Finished) -> Staged | None:
-        """Find a unit of an earlier run; see `Sink.recover`."""
-        if self._record.state != "prepared":
-            return Staged(unit.index, self._path, *_counts(finished))
-        return self._ready().recover(unit, finished)
-
-    def commit(self, plan: Plan, staged: Sequence[Staged]) -> None:
-        """Make all units visible; see `Sink.commit`."""
-        if self._record.state == "committed":
-            return
-        staging = self._ready()
-        if self._record.state == "prepared":
-            with writing(self._path):
-                self._plan_moves(plan, staged)
-        with writing(self._path):
-            self._move(plan)
-        staging.remove()
-        self._record.save(state="committed", moves=[], deletes=[])
-
-    def abort(self) -> None:
-        """Delete the staged units; see `Sink.abort`."""
-        if self._staging is not None and self._record.state == "prepared":
-            self._staging.remove()
-            self._record.remove()
-            if not self._is_one:
-                self._storage.remove_empty(self._path.rpartition("/")[0], self._path)
-
-    def finish(self) -> None:
-        """Delete the record of the commit; see `Sink.finish`."""
-        self._record.remove()
-
-    def _ready(self) -> Staging:
-        assert self._staging is not None, "prepare comes first"
-        return self._staging
-
-    def _check_free(self, layout: Layout) -> None:
-        """Check that the output does not exist, or may be changed.
-
-        Raises:
-            OutputExists: It exists.
-        """
+    def _check_free(self, plan: Plan, layout: Layout) -> None:
         mode = self._job.overwrite
         with writing(self._path):
             kind = self._storage.kind(self._path)
@@ -211,55 +171,33 @@ class FileSink:
         if layout.format == "csv":
             return
         with self._storage.filesystem.open_input_file(f"{self._path}/{first}") as file:
-            if layout.format == "parquet":
-                found = pq.read_schema(file)
-            else:
-                found = pa.ipc.open_file(file).schema
+            found = _read_schema(file, layout.format)
         if found.remove_metadata() != layout.file_schema:
             raise OutputExists(
                 f"{self._job.output}: cannot append, because the columns differ: {first} has "
-                f"{_columns(found)}; the results have {_columns(layout.file_schema)}"
+                f"{listed(found)}; the results have {listed(layout.file_schema)}"
             )
 
     def _old_files(self) -> list[str]:
         files = self._storage.files(self._path)
         return [each for each in files if not _is_staging(each.partition("/")[0])]
 
-    def _plan_moves(self, plan: Plan, staged: Sequence[Staged]) -> None:
-        """Complete all files below the staging folder, and record the moves.
-
-        Nothing of the output changes here, so that a full disk leaves it as it was.
-        """
-        staging = self._ready()
-        self._check_free(staging.layout)
-        bytes_of = sizes(staged)
-        check_staged(
-            plan,
-            staged,
-            lambda unit: sum(staging.files(unit.name).values()) == bytes_of[unit.index],
-        )
-        if staging.is_joined:
-            staging.join(plan.units, self._job.sort_by)
-            folders = [JOINED]
-        else:
-            folders = [unit.name for unit in plan.units]
-        files = [f"{folder}/{path}" for folder in folders for path in staging.files(folder)]
-        if not files:
-            staging.write_empty()
-            files = [f"{JOINED}/{path}" for path in staging.files(JOINED)]
+    def _planned(
+        self, plan: Plan, files: Mapping[str, int], check: Callable[[], None]
+    ) -> dict[str, Any]:
+        names = list(files) or [self._ready().write_empty()]
+        check()
         if self._is_one:
-            moves = [[files[0], ""]]
-        else:
-            mark = f"-{plan.fingerprint[:8]}" if self._job.overwrite == "append" else ""
-            moves = [[each, _final_name(each, mark)] for each in files]
+            return {"moves": [[names[0], ""]]}
+        mark = f"-{plan.fingerprint[:8]}" if self._job.overwrite == "append" else ""
+        moves = [[each, _final_name(each, mark)] for each in names]
         deletes: list[str] = []
-        if self._job.overwrite == "replace" and not self._is_one:
+        if self._job.overwrite == "replace":
             final = {target for _, target in moves}
             deletes = [each for each in self._old_files() if each not in final and each != SUCCESS]
-        self._record.save(state="committing", moves=moves, deletes=deletes)
+        return {"moves": moves, "deletes": deletes}
 
-    def _move(self, plan: Plan) -> None:
-        """Carry out the recorded moves; safe to repeat after any of them."""
+    def _publish(self, plan: Plan) -> None:
         storage, folder = self._storage, self._ready().folder
         values = self._record.values
         if self._is_one:
@@ -290,12 +228,8 @@ def _is_staging(name: str) -> bool:
     return name.startswith(("_staging-", "_iskander"))
 
 
-def _columns(schema: pa.Schema) -> str:
-    return ", ".join(f"{each.name}: {each.type}" for each in schema)
-
-
-def _counts(finished: Finished) -> tuple[int, int, str]:
-    return finished.rows_out, finished.bytes, finished.sha256
+def _read_schema(file: pa.NativeFile, format: str) -> pa.Schema:
+    return pq.read_schema(file) if format == "parquet" else pa.ipc.open_file(file).schema
 
 
 def _exists(output: str, kind: str) -> OutputExists:
@@ -303,20 +237,3 @@ def _exists(output: str, kind: str) -> OutputExists:
         f"{output}: the {kind} exists; use --overwrite append or replace, or another output",
         output=output,
     )
-
-
-def _check_inputs(job: Job) -> None:
-    """Check that the output is not an input, because the commit would change the input.
-
-    Raises:
-        ConfigError: It is.
-    """
-    target = locate(job.output)
-    for each in job.inputs:
-        try:
-            place = locate(each)
-        except SourceError:
-            # Tables have schemes of their own.
-            continue
-        if (place.prefix, place.path) == (target.prefix, target.path):
-            raise ConfigError(f"{job.output}: is an input too; choose another output")

@@ -10,7 +10,7 @@ Runs in: the operator's tool, one thread, and the threads of DuckDB.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final
 
 import pyarrow as pa
@@ -19,7 +19,7 @@ from iskander.errors import ConfigError, Unsupported
 from iskander.scoring.sinks.errors import OutputError
 
 MEMORY_BYTES: Final = 1 << 30
-"""Memory of a sort; more rows go to temporary files."""
+"""Memory of DuckDB in a sort; more rows go to temporary files."""
 THREAD_BYTES: Final = 256 << 20
 _POSITION: Final = "position"
 
@@ -61,7 +61,7 @@ def sorted_batches(
     folder: str,
     batch_rows: int,
     memory_bytes: int = MEMORY_BYTES,
-) -> Iterator[pa.RecordBatch]:
+) -> Generator[pa.RecordBatch, None, None]:
     """Sort batches.
 
     Args:
@@ -74,8 +74,10 @@ def sorted_batches(
 
     Raises:
         OutputError: The temporary files cannot be written.
+        Exception: An error of `batches`.
     """
     duckdb = _library()
+    failures: list[Exception] = []
     inner = pa.schema(
         [pa.field(f"c{index}", _sort_type(each.type)) for index, each in enumerate(schema)]
         + [pa.field(_POSITION, pa.int64())]
@@ -92,7 +94,9 @@ def sorted_batches(
     }
     try:
         with duckdb.connect(config=settings) as connection:
-            reader = pa.RecordBatchReader.from_batches(inner, _numbered(batches, inner))
+            reader = pa.RecordBatchReader.from_batches(
+                inner, _numbered(_kept(batches, failures), inner)
+            )
             connection.register("rows", reader)
             result = connection.execute(f"select {columns} from rows order by {order}")
             for each in _reader(result, batch_rows):
@@ -103,8 +107,19 @@ def sorted_batches(
                     )
                 ]
                 yield pa.RecordBatch.from_arrays(arrays, schema=schema)
-    except duckdb.Error as error:
+    except (duckdb.Error, pa.ArrowException, OSError) as error:
+        if failures:
+            raise failures[0] from None
         raise OutputError(f"{folder}: cannot sort the output: {error}", output=folder) from error
+
+
+def _kept(batches: Iterator[pa.RecordBatch], failures: list[Exception]) -> Iterator[pa.RecordBatch]:
+    """Keep the error of an iterator, because DuckDB passes only its text on."""
+    try:
+        yield from batches
+    except Exception as error:
+        failures.append(error)
+        raise
 
 
 def _numbered(batches: Iterator[pa.RecordBatch], inner: pa.Schema) -> Iterator[pa.RecordBatch]:

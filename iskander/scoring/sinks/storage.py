@@ -8,7 +8,6 @@ Runs in: the operator's tool, threads of one process.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -27,6 +26,7 @@ from iskander.scoring.sinks.errors import OutputError
 from iskander.scoring.sources.places import locate
 
 RECORD: Final = "output.json"
+RESUMABLE: Final = "the job can be resumed when this is corrected"
 COPY_BYTES_MAX: Final = 5 << 30
 """Largest object that S3 copies in one request."""
 
@@ -38,23 +38,28 @@ class _Target(Protocol):
 
 
 @contextmanager
-def writing(path: str) -> Iterator[None]:
-    """Convert errors of the filesystem to `OutputError` with the path.
+def writing(
+    path: str, *others: type[Exception], failure: str = "cannot write", advice: str = RESUMABLE
+) -> Iterator[None]:
+    """Convert errors of the system to `OutputError` with the path.
+
+    Args:
+        path: File, folder or table.
+        others: Errors of a library that writes.
+        failure: What failed, before the error in the message.
+        advice: What to do, after the error.
 
     Raises:
-        OutputError: Any error of the system or of pyarrow.
+        OutputError: Any error of the system, of pyarrow, or of `others`.
     """
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
-        raise OutputError(
-            f"{path}: cannot write: {error}; the job can be resumed when this is corrected",
-            output=path,
-        ) from error
+    except (OSError, pa.ArrowException, *others) as error:
+        raise OutputError(f"{path}: {failure}: {error}; {advice}", output=path) from error
 
 
-class HashedFile(io.RawIOBase):
-    """A file that counts and hashes the bytes that pass through it.
+class OutputFile(io.RawIOBase):
+    """A file that counts the bytes that pass through it.
 
     Args:
         target: File of the bytes.
@@ -66,13 +71,7 @@ class HashedFile(io.RawIOBase):
         self._target = target
         self._is_synced = is_synced
         self._is_dead = self._is_finished = False
-        self._digest = hashlib.sha256()
         self.bytes = 0
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the bytes so far, in hexadecimal digits."""
-        return self._digest.hexdigest()
 
     def writable(self) -> bool:
         """Return True."""
@@ -90,7 +89,6 @@ class HashedFile(io.RawIOBase):
         rest = view
         while rest.nbytes:
             rest = rest[self._target.write(rest) or rest.nbytes :]
-        self._digest.update(view)
         self.bytes += view.nbytes
         return view.nbytes
 
@@ -158,12 +156,12 @@ class Storage:
             if each.type == pafs.FileType.File
         }
 
-    def create(self, path: str) -> HashedFile:
+    def create(self, path: str) -> OutputFile:
         """Open a new file, with its folders."""
         if not self.is_local:
-            return HashedFile(self.filesystem.open_output_stream(path), is_synced=False)
+            return OutputFile(self.filesystem.open_output_stream(path), is_synced=False)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        return HashedFile(open(path, "wb", buffering=0), is_synced=True)
+        return OutputFile(open(path, "wb", buffering=0), is_synced=True)
 
     def write(self, path: str, text: bytes) -> None:
         """Write a small file as a whole or not at all."""
@@ -204,7 +202,9 @@ class Storage:
             if self.kind(target) == "file":
                 return
             raise OutputError(
-                f"{source}: the staged file is lost; score again with --restart", output=target
+                f"{source}: the staged file is lost; delete the output and the state folder, and "
+                "score again",
+                output=target,
             )
         if self.is_local:
             os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -286,7 +286,8 @@ class Record:
         """Read the record; False if there is none of this job.
 
         Raises:
-            JobConflict: It is not readable.
+            JobConflict: It is damaged.
+            OutputError: The system rejects to read it.
         """
         values = self.peek()
         if values.get("fingerprint") != fingerprint:
@@ -298,18 +299,28 @@ class Record:
         """Read the record of any job; empty if there is none.
 
         Raises:
-            JobConflict: It is not readable.
+            JobConflict: It is damaged.
+            OutputError: The system rejects to read it.
         """
+        with writing(str(self._path), failure="cannot read"):
+            try:
+                text = self._path.read_bytes()
+            except FileNotFoundError:
+                return {}
         try:
-            values: dict[str, Any] = json.loads(self._path.read_bytes())
-        except FileNotFoundError:
-            return {}
-        except ValueError as error:
-            raise JobConflict(f"{self._path}: is damaged; delete the file") from error
+            values = json.loads(text)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            raise JobConflict(f"{self._path}: is damaged; delete the file")
         return values
 
     def save(self, **values: Any) -> None:  # noqa: ANN401
-        """Change values; they are on disk when this returns."""
+        """Change values; they are on disk when this returns.
+
+        Raises:
+            OutputError: The system rejects to write.
+        """
         changed = {**self.values, **values}
         with writing(str(self._path)):
             text = json.dumps(changed, sort_keys=True).encode()
@@ -317,8 +328,13 @@ class Record:
         self.values = changed
 
     def remove(self) -> None:
-        """Delete the record, and the folder if nothing else is in it."""
-        self._path.unlink(missing_ok=True)
+        """Delete the record, and the folder if nothing else is in it.
+
+        Raises:
+            OutputError: The system rejects to delete it.
+        """
+        with writing(str(self._path), failure="cannot delete"):
+            self._path.unlink(missing_ok=True)
         self.values = {}
         with suppress(OSError):
             self._path.parent.rmdir()

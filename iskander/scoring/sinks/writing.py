@@ -9,7 +9,6 @@ Runs in: the operator's tool, threads of one process; one writer belongs to one 
 
 from __future__ import annotations
 
-import hashlib
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -23,7 +22,7 @@ import pyarrow.parquet as pq
 
 from iskander.errors import ConfigError, ContractError, LimitExceeded, Unsupported
 from iskander.scoring.sinks.schemas import conformed, group_rows
-from iskander.scoring.sinks.storage import HashedFile, Storage, writing
+from iskander.scoring.sinks.storage import OutputFile, Storage, writing
 
 HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 PARTITIONS_MAX: Final = 10_000
@@ -99,24 +98,21 @@ class Staged:
         path: Folder of its files.
         rows: Rows in all files.
         bytes: Bytes of all files.
-        sha256: Digest of the files' names and contents.
     """
 
     index: int
     path: str
     rows: int
     bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One file of a unit: path below the unit's folder, rows, bytes and digest."""
+    """One file of a unit: path below the unit's folder, rows and bytes."""
 
     path: str
     rows: int
     bytes: int
-    sha256: str
 
 
 def compression_of(format: str, wanted: str | None) -> str:
@@ -157,14 +153,6 @@ def check_csv(schema: pa.Schema) -> None:
                 f"output column {each.name!r} has the type {kind}, which CSV cannot have; write "
                 "Parquet, or leave the column out with --keep"
             )
-
-
-def digest_of(files: list[WrittenFile]) -> str:
-    """Digest of the names and contents of files."""
-    digest = hashlib.sha256()
-    for each in sorted(files, key=lambda file: file.path):
-        digest.update(f"{each.path}\0{each.sha256}\n".encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
 
 
 class Blocks:
@@ -212,7 +200,7 @@ class FileWriter:
         schema: Columns of the file.
     """
 
-    def __init__(self, file: HashedFile, layout: Layout, schema: pa.Schema) -> None:
+    def __init__(self, file: OutputFile, layout: Layout, schema: pa.Schema) -> None:
         self.file = file
         self.rows = 0
         self._schema = schema.with_metadata(dict(layout.metadata) or None)
@@ -470,9 +458,7 @@ class UnitWriter:
             return
         with writing(f"{self._folder}/{each.path}"):
             writer.finish()
-        self.files.append(
-            WrittenFile(each.path, writer.rows, writer.file.bytes, writer.file.sha256)
-        )
+        self.files.append(WrittenFile(each.path, writer.rows, writer.file.bytes))
 
 
 def _quoted(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 
 from iskander.errors import ConfigError, Unsupported
 from iskander.scoring.errors import SourceError
-from iskander.scoring.filters import Filter
 from iskander.scoring.job import UNIT_BYTES
-from iskander.scoring.plan import Unit, canonical
+from iskander.scoring.plan import canonical
+from iskander.scoring.sources.base import FrozenSource
 from iskander.scoring.sources.places import Stamp, opened_as_planned
 from iskander.scoring.sources.reading import FileReader, Piece, packed, target_bytes
 
@@ -41,7 +41,7 @@ class _DataFile:
     partition: Mapping[str, str | None]
 
 
-class DeltaSource:
+class DeltaSource(FrozenSource):
     """A Delta table.
 
     Args:
@@ -55,54 +55,25 @@ class DeltaSource:
         Unsupported: The table has deletion vectors or another feature that the library rejects.
     """
 
-    is_resumable = True
-
     def __init__(self, uri: str, *, unit_bytes: int = UNIT_BYTES) -> None:
         table, dataset = _open(uri)
         filesystem: pafs.FileSystem = dataset.filesystem
-        self._schema = pa.schema([pa.field(each.name, each.type) for each in dataset.schema])
+        schema = pa.schema([pa.field(each.name, each.type) for each in dataset.schema])
         files = _data_files(table)
         target = target_bytes(sum(each.bytes for each in files), unit_bytes)
         pieces = [piece for each in files for piece in _pieces(each, filesystem, target)]
-        self._units = packed(pieces, unit_bytes)
-        digest = hashlib.sha256(self._schema.serialize())
+        digest = hashlib.sha256(schema.serialize())
         for each in files:
             digest.update(canonical({"path": each.path, "bytes": each.bytes}))
-        self._snapshot = {
+        snapshot = {
             "kind": "delta",
             "table": str(table.metadata().id),
             "version": str(table.version()),
             "files": str(len(files)),
             "sha256": digest.hexdigest(),
         }
-        self._reader = FileReader("parquet", self._schema, [filesystem], is_evolved=True)
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Columns of the table."""
-        return self._schema
-
-    @property
-    def snapshot(self) -> dict[str, str]:
-        """Identity and version of the table, and a digest of its data files."""
-        return self._snapshot
-
-    def units(self) -> list[Unit]:
-        """Return the units in the order of the files' paths."""
-        return self._units
-
-    def count(self, unit: Unit, filter: Filter | None) -> int:
-        """Count rows of a unit after the filter."""
-        return self._reader.count(unit, filter)
-
-    def read(
-        self, unit: Unit, columns: Sequence[str] | None, filter: Filter | None, batch_rows: int
-    ) -> Iterator[pa.RecordBatch]:
-        """Read a unit; see `Source.read`."""
-        return self._reader.read(unit, columns, filter, batch_rows)
-
-    def close(self) -> None:
-        """Nothing stays open between units."""
+        reader = FileReader("parquet", schema, [filesystem], is_evolved=True)
+        super().__init__(schema, snapshot, packed(pieces, unit_bytes), reader)
 
 
 def _open(uri: str) -> tuple[DeltaTable, Any]:

@@ -22,9 +22,9 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from iskander.scoring.errors import SourceError
-from iskander.scoring.filters import Filter
 from iskander.scoring.job import UNIT_BYTES
-from iskander.scoring.plan import Unit, canonical
+from iskander.scoring.plan import canonical
+from iskander.scoring.sources.base import FrozenSource
 from iskander.scoring.sources.places import FILES_MAX, Place, Stamp, expand, locate, opened
 from iskander.scoring.sources.reading import (
     COMPRESSIONS,
@@ -71,7 +71,7 @@ class _Opened:
     groups: list[tuple[int | None, int]] | None
 
 
-class FileSource:
+class FileSource(FrozenSource):
     """Files, globs and folders.
 
     Args:
@@ -84,8 +84,6 @@ class FileSource:
         SourceError: No files, mixed formats, different schemas, or a damaged file.
     """
 
-    is_resumable = True
-
     def __init__(
         self,
         inputs: Sequence[str],
@@ -96,50 +94,25 @@ class FileSource:
         places = [locate(each) for each in inputs]
         found, root_count = _found(places)
         filesystems = [place.filesystem for place in places]
-        self._format = _common_format(found, filesystems)
-        files = _open_all(found, filesystems, self._format, dict(types or {}))
-        schema = _common_schema(found, files, is_csv=self._format == "csv")
-        if self._format == "csv":
+        format = _common_format(found, filesystems)
+        files = _open_all(found, filesystems, format, dict(types or {}))
+        schema = _common_schema(found, files, is_csv=format == "csv")
+        if format == "csv":
             schema = _csv_schema(schema)
         hive_types = _hive_types(found, schema) if root_count else {}
         for name, kind in hive_types.items():
             schema = schema.append(pa.field(name, kind))
-        self._schema = schema
         pieces = [
             piece
             for each, file in zip(found, files, strict=True)
             for piece in _pieces(each, file, hive_types)
         ]
-        self._units = packed(pieces, unit_bytes)
-        self._snapshot = _snapshot(self._format, found, files, schema)
-        self._reader = FileReader(self._format, schema, filesystems)
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Columns of the files, then those of hive folders."""
-        return self._schema
-
-    @property
-    def snapshot(self) -> dict[str, str]:
-        """Count and bytes of the files, and a digest of their paths, states and schema."""
-        return self._snapshot
-
-    def units(self) -> list[Unit]:
-        """Return the units in order."""
-        return self._units
-
-    def count(self, unit: Unit, filter: Filter | None) -> int:
-        """Count rows of a unit after the filter."""
-        return self._reader.count(unit, filter)
-
-    def read(
-        self, unit: Unit, columns: Sequence[str] | None, filter: Filter | None, batch_rows: int
-    ) -> Iterator[pa.RecordBatch]:
-        """Read a unit; see `Source.read`."""
-        return self._reader.read(unit, columns, filter, batch_rows)
-
-    def close(self) -> None:
-        """Nothing stays open between units."""
+        super().__init__(
+            schema,
+            _snapshot(format, found, files, schema),
+            packed(pieces, unit_bytes),
+            FileReader(format, schema, filesystems),
+        )
 
 
 def _found(places: Sequence[Place]) -> tuple[list[_Found], int]:

@@ -8,7 +8,7 @@ Runs in: the operator's tool, threads of one process.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -16,27 +16,21 @@ import pyarrow.compute as pc
 
 from iskander.errors import ConfigError
 from iskander.scoring.errors import SourceChanged, SourceError
-from iskander.scoring.filters import Filter
 from iskander.scoring.job import UNIT_BYTES
 from iskander.scoring.plan import Unit
+from iskander.scoring.sources.base import FrozenSource
 from iskander.scoring.sources.places import Stamp
-from iskander.scoring.sources.reading import (
-    COUNT_ROWS,
-    Piece,
-    needed_columns,
-    packed,
-    projected,
-    rebatched,
-)
+from iskander.scoring.sources.reading import Piece, packed
 
 if TYPE_CHECKING:
+    from pyiceberg.schema import Schema
     from pyiceberg.table import FileScanTask, Table
 
 SCHEME: Final = "iceberg://"
 _URI = re.compile(r"iceberg://([^/@]+)/([^/@]+\.[^/@]+)(?:@(\d+))?")
 
 
-class IcebergSource:
+class IcebergSource(FrozenSource):
     """An Iceberg table.
 
     Args:
@@ -49,72 +43,56 @@ class IcebergSource:
         SourceError: No such catalog, table or snapshot.
     """
 
-    is_resumable = True
-
     def __init__(self, uri: str, *, unit_bytes: int = UNIT_BYTES) -> None:
-        self._uri = uri
-        self._table, wanted = _open(uri)
-        current = self._table.current_snapshot()
-        self._snapshot_id = wanted
-        if wanted is None and current is not None:
-            self._snapshot_id = current.snapshot_id
-        self._scan = self._table.scan(snapshot_id=self._snapshot_id)
         from pyiceberg.io.pyarrow import schema_to_pyarrow
 
+        table, wanted = _open(uri)
+        current = table.current_snapshot()
+        snapshot_id = wanted
+        if wanted is None and current is not None:
+            snapshot_id = current.snapshot_id
         try:
+            scan = table.scan(snapshot_id=snapshot_id)
             # Without a chosen snapshot the columns are those of now, as the table's other readers
             # see them, and not those of the time when the last snapshot was written.
-            self._projection = self._table.schema() if wanted is None else self._scan.projection()
-            tasks = list(self._scan.plan_files())
+            projection = table.schema() if wanted is None else scan.projection()
+            tasks = {task.file.file_path: task for task in scan.plan_files()}
         except (ValueError, OSError) as error:
             raise SourceError(f"{uri}: cannot plan the scan: {error}", input=uri) from error
-        self._schema = schema_to_pyarrow(self._projection, include_field_ids=False)
-        self._schema = pa.schema([pa.field(each.name, each.type) for each in self._schema])
-        self._tasks = {task.file.file_path: task for task in tasks}
-        self._units = packed(
-            [_piece(self._tasks[path]) for path in sorted(self._tasks)], unit_bytes
+        schema = schema_to_pyarrow(projection, include_field_ids=False)
+        # A snapshot never changes.
+        snapshot = {
+            "kind": "iceberg",
+            "table": str(table.metadata.table_uuid),
+            "snapshot": "none" if snapshot_id is None else str(snapshot_id),
+            "schema": str(projection.schema_id),
+            "files": str(len(tasks)),
+        }
+        super().__init__(
+            pa.schema([pa.field(each.name, each.type) for each in schema]),
+            snapshot,
+            packed([_piece(tasks[path]) for path in sorted(tasks)], unit_bytes),
+            _Reader(table, projection, tasks),
         )
 
-    @property
-    def schema(self) -> pa.Schema:
-        """Columns of the table at the snapshot."""
-        return self._schema
 
-    @property
-    def snapshot(self) -> dict[str, str]:
-        """Identity of the table and of its snapshot, which never changes."""
-        return {
-            "kind": "iceberg",
-            "table": str(self._table.metadata.table_uuid),
-            "snapshot": "none" if self._snapshot_id is None else str(self._snapshot_id),
-            "schema": str(self._projection.schema_id),
-            "files": str(len(self._tasks)),
-        }
+class _Reader:
+    """Reader of the data files of a scan."""
 
-    def units(self) -> list[Unit]:
-        """Return the units in the order of the files' paths."""
-        return self._units
+    def __init__(self, table: Table, projection: Schema, tasks: Mapping[str, FileScanTask]) -> None:
+        self._table = table
+        self._projection = projection
+        self._tasks = tasks
 
-    def count(self, unit: Unit, filter: Filter | None) -> int:
-        """Count rows of a unit after the filter."""
-        if filter is None and unit.rows is not None:
-            return unit.rows
-        columns = filter.columns if filter is not None else self._schema.names[:1]
-        return sum(batch.num_rows for batch in self.read(unit, columns, filter, COUNT_ROWS))
-
-    def read(
-        self, unit: Unit, columns: Sequence[str] | None, filter: Filter | None, batch_rows: int
+    def batches(
+        self,
+        unit: Unit,
+        target: pa.Schema,
+        needed: pa.Schema,
+        expression: pc.Expression | None,
+        batch_rows: int,
     ) -> Iterator[pa.RecordBatch]:
-        """Read a unit; see `Source.read`."""
-        target = projected(self._schema, columns)
-        expression = filter.expression(self._schema) if filter is not None else None
-        names = needed_columns(target, filter)
-        needed = pa.schema([self._schema.field(name) for name in names])
-        return rebatched(self._batches(unit, target, needed, expression), batch_rows)
-
-    def _batches(
-        self, unit: Unit, target: pa.Schema, needed: pa.Schema, expression: pc.Expression | None
-    ) -> Iterator[pa.RecordBatch]:
+        """Read the rows of a unit; see `UnitReader.batches`."""
         left = unit.rows_max
         for values in unit.locator["files"]:
             path, size = values["path"], values["bytes"]
@@ -162,9 +140,6 @@ class IcebergSource:
                 f"has {len(file):,}",
                 file=path,
             )
-
-    def close(self) -> None:
-        """Nothing stays open between units."""
 
 
 def _open(uri: str) -> tuple[Table, int | None]:

@@ -23,7 +23,8 @@ FILES_MAX: Final = 1_000_000
 """Files of one job; the plan keeps a few hundred bytes for each."""
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/?]*)(.*)", re.DOTALL)
 _OPTIONS = re.compile(r"\?([a-z_]+=[^&]*(?:&[a-z_]+=[^&]*)*)$")
-_MAGIC = re.compile(r"[*?[]")
+MAGIC: Final = re.compile(r"[*?[]")
+"""Letters of a glob."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,10 @@ def expand(place: Place) -> tuple[list[pafs.FileInfo], str | None]:
         return [info], None
     if info.type == pafs.FileType.Directory:
         return _sorted(_below(place, place.path), place), place.path
-    if not _MAGIC.search(place.path):
+    if not MAGIC.search(place.path):
         raise SourceError(f"{place.uri}: no such file or folder", input=place.uri)
     segments = place.path.split("/")
-    fixed = next(index for index, each in enumerate(segments) if _MAGIC.search(each))
+    fixed = next(index for index, each in enumerate(segments) if MAGIC.search(each))
     base = "/".join(segments[:fixed])
     found: dict[str, pafs.FileInfo] = {}
     for each in _matches(place, base, segments[fixed:]):

@@ -129,24 +129,7 @@ class FileReader:
         self._filesystems = filesystems
         self._is_evolved = is_evolved
 
-    def count(self, unit: Unit, filter: Filter | None) -> int:
-        """Count rows of a unit; reads the columns of the filter only."""
-        if filter is None and unit.rows is not None:
-            return unit.rows
-        columns = filter.columns if filter is not None else self._schema.names[:1]
-        return sum(batch.num_rows for batch in self.read(unit, columns, filter, COUNT_ROWS))
-
-    def read(
-        self, unit: Unit, columns: Sequence[str] | None, filter: Filter | None, batch_rows: int
-    ) -> Iterator[pa.RecordBatch]:
-        """Read a unit; see `Source.read`. Names and types are checked before the first batch."""
-        target = projected(self._schema, columns)
-        expression = filter.expression(self._schema) if filter is not None else None
-        names = needed_columns(target, filter)
-        needed = pa.schema([self._schema.field(name) for name in names])
-        return rebatched(self._files(unit, target, needed, expression, batch_rows), batch_rows)
-
-    def _files(
+    def batches(
         self,
         unit: Unit,
         target: pa.Schema,
@@ -154,6 +137,7 @@ class FileReader:
         expression: pc.Expression | None,
         batch_rows: int,
     ) -> Iterator[pa.RecordBatch]:
+        """Read the rows of a unit; see `UnitReader.batches`."""
         left = unit.rows_max
         for values in unit.locator["files"]:
             if left is not None and left <= 0:

@@ -5,6 +5,7 @@ Runs in: the operator's tool, one thread.
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,17 +37,10 @@ class StreamSource:
             self._reader = pa.ipc.open_stream(sys.stdin.buffer if file is None else file)
         except (pa.ArrowException, OSError) as error:
             raise SourceError(f"standard input is not an Arrow IPC stream: {error}") from error
+        self.schema = self._reader.schema.remove_metadata()
+        # Nothing tells whether two streams are equal: each one is a job of its own.
+        self.snapshot = {"kind": "stream", "token": secrets.token_hex(16)}
         self._was_read = False
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Columns of the stream."""
-        return self._reader.schema.remove_metadata()
-
-    @property
-    def snapshot(self) -> dict[str, str]:
-        """A stream has no state to compare."""
-        return {"kind": "stream"}
 
     def units(self) -> list[Unit]:
         """Return the one unit; its rows are unknown."""

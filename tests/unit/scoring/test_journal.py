@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from iskander.scoring import journal as module
-from iskander.scoring.errors import JobConflict
+from iskander.scoring.errors import JobConflict, StateError
 from iskander.scoring.journal import JOURNAL, PLAN, Finished, Journal
 from iskander.scoring.plan import Plan, unit
 
@@ -30,8 +30,8 @@ def done(plan: Plan, index: int) -> Finished:
         rows_in=10,
         rows_out=9,
         quarantined=1,
+        rejected=1,
         bytes=50,
-        sha256="0" * 64,
     )
 
 
@@ -162,7 +162,7 @@ def test_removed_state_leaves_no_folder(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     journal = Journal(folder)
     journal.begin(a_plan())
-    journal.remove()
+    journal.clear()
     journal.close()
     assert not folder.exists()
 
@@ -171,8 +171,22 @@ def test_removed_state_keeps_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     journal = Journal(tmp_path)
     journal.begin(a_plan())
-    journal.remove()
+    journal.clear()
+    journal.close()
     assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+def test_state_folder_without_a_plan_is_deleted_with_its_parent(tmp_path: Path) -> None:
+    Journal(tmp_path / "_iskander" / "out").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_state_that_the_system_rejects_names_the_path(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        (tmp_path / module.PLAN).mkdir()
+        with pytest.raises(StateError, match=r"plan\.json: .*directory"):
+            journal.plan()
+        (tmp_path / module.PLAN).rmdir()
 
 
 def test_state_folder_that_is_a_file_is_rejected(tmp_path: Path) -> None:
@@ -209,7 +223,7 @@ def test_failed_write_leaves_the_journal_readable(
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(module.os, "write", full)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(StateError, match="No space"):
             journal.append(done(plan, 0))
         assert journal.finished() == {}
         monkeypatch.undo()

@@ -13,7 +13,7 @@ from iskander.scoring.report import Counters, Latencies, Report
 def report(**changes: Any) -> Report:
     values: dict[str, Any] = {
         "model": "m", "version": "2", "digest": "d", "output": "out", "state": "done", "units": 4,
-        "units_resumed": 0, "rows_in": 3000, "rows_out": 2990, "quarantined": 10, "errors": 10,
+        "units_resumed": 0, "rows_in": 3000, "rows_out": 2990, "quarantined": 10, "rejected": 10,
         "bytes_out": 5, "seconds": 2.0, "read_s": 0.1, "score_s": 1.0, "write_s": 0.2,
         "batch_p50_ms": 1.25, "batch_p95_ms": 9.0,
     }  # fmt: skip

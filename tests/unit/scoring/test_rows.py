@@ -159,12 +159,9 @@ def test_budget_is_shared_and_names_its_limit() -> None:
     budget = ErrorBudget(4, count=1)
     policy = RowPolicy("null", RESULTS, budget)
     policy.handle(a_batch(8), ERROR, Server({3, 4}))
-    assert budget.count == 3
     with pytest.raises(TooManyErrors, match="5 rows; limit 4") as caught:
         policy.handle(a_batch(8), ERROR, Server({1, 2}))
     assert "row 2 is bad" in caught.value.message
-    budget.give_back(2)
-    assert budget.count == 3
 
 
 def quarantined(folder: Path) -> list[Path]:

@@ -24,23 +24,15 @@ from iskander.errors import (
     NotReady,
     QueueFull,
 )
-from iskander.scoring import runner
-from iskander.scoring.errors import SourceChanged
+from iskander.scoring import runner, unit_run
+from iskander.scoring.errors import JobConflict, SourceChanged
 from iskander.scoring.filters import Filter
+from iskander.scoring.flow import Flow
 from iskander.scoring.job import Job
 from iskander.scoring.journal import Finished, Journal
 from iskander.scoring.plan import Plan, Unit, unit
-from iskander.scoring.runner import (
-    Flow,
-    Interrupted,
-    Parts,
-    Planned,
-    Stop,
-    describe,
-    memory_bytes,
-    plan_job,
-    run,
-)
+from iskander.scoring.planning import Planned, describe, plan_job
+from iskander.scoring.runner import Interrupted, Parts, Runner, Stop, memory_bytes
 from iskander.scoring.sinks.errors import OutputError
 from iskander.scoring.sinks.writing import Staged
 
@@ -98,8 +90,11 @@ class ScriptedSink:
     """Keeps rows in memory."""
 
     is_resumable = True
+    is_commit_begun = False
 
     def __init__(self) -> None:
+        self.is_done = False
+        self.on_commit: Callable[[], None] = lambda: None
         self.rows: dict[int, list[dict[str, Any]]] = {}
         self.lost: set[int] = set()
         self.committed: list[dict[str, Any]] | None = None
@@ -114,14 +109,19 @@ class ScriptedSink:
     def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
         rows = [row for batch in batches for row in batch.to_pylist()]
         self.rows[unit.index] = rows
-        return Staged(unit.index, unit.name, len(rows), 8 * len(rows), "0")
+        return Staged(unit.index, unit.name, len(rows), 8 * len(rows))
 
     def recover(self, unit: Unit, finished: Finished) -> Staged | None:
         if unit.index in self.lost:
             return None
-        return Staged(unit.index, unit.name, finished.rows_out, finished.bytes, finished.sha256)
+        return Staged(unit.index, unit.name, finished.rows_out, finished.bytes)
 
-    def commit(self, plan: Plan, staged: Any) -> None:
+    def is_complete(self, plan: Plan) -> bool:
+        return self.is_done
+
+    def commit(self, plan: Plan, staged: Any, *, check: Callable[[], None] = lambda: None) -> None:
+        self.on_commit()
+        check()
         assert [each.index for each in staged] == [each.index for each in plan.units]
         self.calls.append("commit")
         self.committed = [row for each in plan.units for row in self.rows.get(each.index, [])]
@@ -185,6 +185,8 @@ class Bench:
         self.state = folder / "state"
         self.stop = Stop()
         self.lost: Callable[[], IskanderError | None] = lambda: None
+        self.runner: Runner | None = None
+        self.is_kept = True
 
     def planned(self) -> Planned:
         return plan_job(self.job, self.source, self.client.description)
@@ -198,11 +200,12 @@ class Bench:
                 source=self.source,
                 sink=self.sink,
                 client=self.client,
-                journal=journal,
+                journal=journal if self.is_kept else None,
                 stop=self.stop,
                 lost=self.lost,
             )
-            return run(parts, **limits)
+            self.runner = Runner(parts, **limits)
+            return self.runner.run()
 
     def finished(self) -> set[int]:
         with Journal(self.state) as journal:
@@ -260,7 +263,7 @@ def test_rejected_rows_become_null(tmp_path: Path) -> None:
     report = bench.run()
     expected = [None if x in (0, 13, 29) else 3 * x + 1 for x in range(30)]
     assert [row["y"] for row in bench.sink.committed or []] == expected
-    assert (report.errors, report.quarantined) == (3, 0)
+    assert (report.rejected, report.quarantined) == (3, 0)
 
 
 def test_rejected_rows_are_quarantined(tmp_path: Path) -> None:
@@ -299,7 +302,7 @@ def test_retryable_error_of_a_batch_is_scored_again(tmp_path: Path) -> None:
     errors: list[Exception] = [QueueFull("full")]
     bench.client.answer = lambda x: errors.pop() if errors else None
     report = bench.run()
-    assert report.errors == 0
+    assert report.rejected == 0
     assert [row["y"] for row in bench.sink.committed or []] == [3 * x + 1 for x in range(30)]
 
 
@@ -368,6 +371,22 @@ def test_replaced_model_ends_the_job_before_its_unit_counts(tmp_path: Path) -> N
     assert bench.finished() == {0}
 
 
+def test_model_with_other_files_and_the_same_contract_ends_the_job(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, units=2)
+    metadata = {"inputs": ["x"], "files_sha256": "a"}
+    bench.client.description = description(metadata=metadata)
+
+    def answer(x: list[int]) -> None:
+        if x[0] == 10:
+            replaced = description(metadata=metadata | {"files_sha256": "b"})
+            bench.client.description = replaced
+
+    bench.client.answer = answer
+    with pytest.raises(ModelMoved, match="replaced during the job"):
+        bench.run()
+    assert bench.sink.committed is None
+
+
 def test_unloaded_model_ends_the_job_by_name(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.client.answer = lambda x: ModelNotFound("no such model") if x[0] > 20 else None
@@ -394,9 +413,11 @@ def test_stop_finishes_units_in_flight(tmp_path: Path) -> None:
             bench.stop.request()
 
     bench.client.answer = answer
-    with pytest.raises(Interrupted) as caught:
+    with pytest.raises(Interrupted):
         bench.run(grace_s=WITHIN_S)
-    assert caught.value.report.state == "interrupted"
+    assert bench.runner is not None
+    report = bench.runner.report("interrupted")
+    assert (report.state, report.rows_in, report.units) == ("interrupted", 20, 3)
     assert bench.finished() == {0, 1}
     assert bench.sink.committed is None
 
@@ -420,6 +441,85 @@ def test_late_units_are_dropped(tmp_path: Path, requests: int, grace_s: float) -
     bench.client.answer, bench.stop = lambda x: None, Stop()
     bench.run()
     assert [row["y"] for row in bench.sink.committed or []] == [3 * x + 1 for x in range(30)]
+
+
+def test_stop_during_the_commit_leaves_a_job_that_resumes(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.sink.on_commit = bench.stop.request
+    with pytest.raises(Interrupted):
+        bench.run()
+    assert bench.finished() == {0, 1, 2}
+    bench.sink.on_commit, bench.stop = lambda: None, Stop()
+    assert bench.run().units_resumed == 3
+    assert len(bench.sink.committed or []) == 30
+
+
+def test_job_without_a_journal_deletes_its_staged_units_if_it_ends(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.is_kept = False
+    bench.sink.on_commit = bench.stop.request
+    with pytest.raises(Interrupted):
+        bench.run()
+    assert bench.sink.calls[-1] == "abort"
+
+
+def test_restart_is_rejected_after_a_half_commit_and_loses_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.sink.on_commit = bench.stop.request
+    with pytest.raises(Interrupted):
+        bench.run()
+    again = Bench(tmp_path, restart=True)
+    again.sink.is_commit_begun = True  # type: ignore[misc]
+    with pytest.raises(JobConflict, match="complete it with"):
+        again.run()
+    assert again.finished() == {0, 1, 2}
+
+
+def test_resume_after_the_state_was_removed_reports_the_complete_output(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, resume=True)
+    with pytest.raises(JobConflict, match="no earlier run"):
+        bench.run()
+    bench.sink.is_done = True
+    assert bench.run().state == "done"
+    assert bench.client.sent == []
+
+
+def test_rejected_rows_are_counted_after_a_resume(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, on_error="null")
+    bench.client.answer = rejecting(3, 14)
+    bench.sink.on_commit = bench.stop.request
+    with pytest.raises(Interrupted):
+        bench.run()
+    bench.sink.on_commit, bench.stop = lambda: None, Stop()
+    assert bench.run().rejected == 2
+
+
+def test_unit_whose_quarantine_is_lost_is_scored_again(tmp_path: Path) -> None:
+    folder = tmp_path / "bad"
+    bench = Bench(tmp_path, on_error=f"quarantine={folder}")
+    bench.client.answer = rejecting(3, 14)
+    bench.sink.on_commit = bench.stop.request
+    with pytest.raises(Interrupted):
+        bench.run()
+    sorted(folder.glob("part-00001*"))[0].unlink()
+    bench.sink.on_commit, bench.stop = lambda: None, Stop()
+    report = bench.run()
+    assert (report.units_resumed, report.quarantined) == (2, 2)
+    assert len(sorted(folder.glob("*.parquet"))) == 2
+
+
+def test_time_before_the_first_unit_is_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    prepare = bench.sink.prepare
+
+    def slow(*args: Any, **options: Any) -> None:
+        prepare(*args, **options)
+        threading.Event().wait(0.3)
+
+    monkeypatch.setattr(bench.sink, "prepare", slow)
+    assert bench.run(stall_s=0.25).state == "done"
 
 
 def test_job_without_progress_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +555,7 @@ def test_lost_server_fails_the_job_at_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_reader_waits_for_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "IN_FLIGHT_BATCHES", 2)
+    monkeypatch.setattr(unit_run, "IN_FLIGHT_BATCHES", 2)
     bench = Bench(tmp_path, units=1, batch_rows=1)
     seen: list[int] = []
     bench.client.answer = lambda x: seen.append(bench.source.read_batches - x[0])
@@ -540,10 +640,11 @@ def test_mapped_column_is_sent_under_the_name_of_the_input(tmp_path: Path) -> No
 
 
 def test_fingerprint_has_the_model_files_and_not_the_batch_size(tmp_path: Path) -> None:
-    def fingerprint(files: str | None = None, ranked: Any = (), **options: Any) -> str:
+    def fingerprint(files: str = "", ranked: Any = (), **options: Any) -> str:
         bench = Bench(tmp_path, **options)
-        described = description(ranked_within=ranked)
-        return plan_job(bench.job, bench.source, described, files=files).plan.fingerprint
+        metadata = {"inputs": ["x"], "files_sha256": files}
+        described = description(ranked_within=ranked, metadata=metadata)
+        return plan_job(bench.job, bench.source, described).plan.fingerprint
 
     assert fingerprint() == fingerprint(batch_rows=7)
     assert fingerprint() != fingerprint("a")

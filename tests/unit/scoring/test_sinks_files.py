@@ -29,7 +29,7 @@ from support.scoring_sinks import (
     tree,
 )
 
-from iskander.errors import ConfigError, ContractError, LimitExceeded, Unsupported
+from iskander.errors import Cancelled, ConfigError, ContractError, LimitExceeded, Unsupported
 from iskander.scoring.errors import JobConflict
 from iskander.scoring.sinks import open_sink, sorting, writing
 from iskander.scoring.sinks.errors import OutputError, OutputExists
@@ -119,6 +119,7 @@ def test_interrupted_job_gives_the_bytes_of_an_undisturbed_one(
     assert number > 8
 
 
+@pytest.mark.slow
 def test_interrupted_replacement_ends_with_the_new_files_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,7 +470,7 @@ def test_lost_unit_is_not_recovered_and_not_committed(tmp_path: Path) -> None:
     sink = open_sink(job)
     sink.prepare(plan, SCHEMA, is_resumed=False)
     staged = sink.stage(plan.units[0], iter([rows_of(0)]))
-    assert Path(staged.path).is_dir() and staged.rows == 1000 and len(staged.sha256) == 64
+    assert Path(staged.path).is_dir() and staged.rows == 1000
     next(Path(staged.path).glob("*.parquet")).unlink()
     with pytest.raises(OutputError, match="lost"):
         sink.commit(plan, [staged])
@@ -532,6 +533,8 @@ def test_units_of_several_threads_are_all_committed(tmp_path: Path) -> None:
 
 FULL_DISK = """
 import resource, sys
+# A file of bytecode would be cut at the limit.
+sys.dont_write_bytecode = True
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from support.scoring_sinks import a_job, a_plan, run, rows_of
@@ -611,7 +614,7 @@ def test_folder_without_permission_is_named(tmp_path: Path) -> None:
         ("out.parquet", {"overwrite": "append"}, "append needs"),
         ("out.parquet", {"compression": "lzma"}, "compression is 'lzma'"),
         ("out.csv.gz", {"compression": "zstd"}, "the name means 'gzip'"),
-        ("in.parquet", {}, "is an input too"),
+        ("in.parquet", {}, "the output is the input in.parquet"),
     ],
 )
 def test_options_that_do_not_fit_are_rejected(
@@ -733,3 +736,23 @@ def test_object_store_gets_one_file(tmp_path: Path, bucket: tuple[str, str]) -> 
     with sink._storage.filesystem.open_input_file(sink._path) as file:
         assert file.read() == (tmp_path / "out.parquet").read_bytes()
     assert sink._storage.names(sink._path.rpartition("/")[0]) == ["out.parquet"]
+
+
+def test_abort_in_an_object_store_leaves_nothing_for_the_next_job(
+    tmp_path: Path, bucket: tuple[str, str]
+) -> None:
+    """A unit that is in the middle of an upload ends after the abort."""
+    job = a_job(f"{bucket[0]}/abort/out?{bucket[1]}", tmp_path / "s")
+    sink = FileSink(job)
+    sink.prepare(a_plan(), SCHEMA, is_resumed=False)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield rows_of(0)
+        sink.abort()
+        yield rows_of(0)
+
+    with pytest.raises(Cancelled):
+        sink.stage(a_plan().units[0], batches())
+    assert sink._storage.names(sink._path) == []
+    assert not (tmp_path / "s").exists()
+    run(job, a_plan(text="second"), rows=10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,36 @@ def test_failed_unit_ends_the_waits_of_later_units(tmp_path: Path) -> None:
         sink.stage(plan.units[0], failing())
     thread.join(30)
     assert len(errors) == 1 and not thread.is_alive()
+
+
+def test_unit_waits_for_its_turn_until_the_abort(tmp_path: Path) -> None:
+    plan = a_plan(2)
+    sink = StreamSink(job_for(tmp_path), io.BytesIO())
+    sink.prepare(plan, SCHEMA, is_resumed=False)
+    errors: list[BaseException] = []
+    waits = threading.Event()
+    wait_for = sink._turn.wait_for
+
+    def observed(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        assert timeout is None
+        waits.set()
+        return wait_for(predicate)
+
+    sink._turn.wait_for = observed  # type: ignore[method-assign]
+
+    def stage() -> None:
+        try:
+            sink.stage(plan.units[1], iter([rows_of(1)]))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=stage)
+    thread.start()
+    assert waits.wait(30)
+    sink.abort()
+    thread.join(30)
+    assert [type(each) for each in errors] == [Cancelled]
+    assert not sink.is_commit_begun and not sink.is_complete(plan)
 
 
 def test_aborted_stream_has_no_end(tmp_path: Path) -> None:

@@ -510,6 +510,12 @@ def stream_of(data: pa.Table, **options: Any) -> StreamSource:
     return StreamSource(pa.BufferReader(sink.getvalue()))
 
 
+def test_equal_streams_have_different_snapshots() -> None:
+    """Two jobs that append to one output must not take each other for the same job."""
+    first, second = stream_of(table(0, 3)), stream_of(table(0, 3))
+    assert first.snapshot == first.snapshot != second.snapshot
+
+
 def test_stream_is_one_unit_that_is_read_once() -> None:
     source = stream_of(table(0, 100).replace_schema_metadata({"x": "y"}))
     (only,) = source.units()

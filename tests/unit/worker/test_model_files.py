@@ -13,7 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from iskander_worker.loading import onnx_external as external
-from iskander_worker.loading.model_files import inspect_files, require_pins
+from iskander_worker.loading.model_files import (
+    folder_sha256,
+    inspect_files,
+    joined_sha256,
+    require_pins,
+)
 from iskander_worker.loading.onnx_external import external_tensors
 from onnx import TensorProto, helper
 
@@ -73,8 +78,22 @@ def test_files_are_listed_hashed_and_limited_in_size(tmp_path: Path) -> None:
     assert list(files.paths) == ["model.onnx", "sub/w.bin"]
     assert files.digests["sub/w.bin"] == hashlib.sha256(bytes(range(200))).hexdigest()
     assert files.weight_bytes == file.stat().st_size + 200
+    assert joined_sha256(files.digests) == joined_sha256(dict(reversed(files.digests.items())))
     with pytest.raises(ManifestError, match=r"limit 250 \(loading\.model_bytes\)"):
         inspect_files(file, 250)
+
+
+def test_hash_of_a_folder_depends_on_names_and_contents(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.bin").write_bytes(b"1")
+    hashes = [folder_sha256(tmp_path)]
+    (tmp_path / "sub" / "a.bin").write_bytes(b"2")
+    hashes.append(folder_sha256(tmp_path))
+    (tmp_path / "sub" / "a.bin").rename(tmp_path / "sub" / "b.bin")
+    hashes.append(folder_sha256(tmp_path))
+    assert len(set(hashes)) == 3
+    (tmp_path / "sub" / "model.pyc").touch()
+    assert folder_sha256(tmp_path) == hashes[-1]
 
 
 @given(st.data())

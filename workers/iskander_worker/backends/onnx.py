@@ -54,6 +54,7 @@ class OnnxModel:
 
     def __init__(self, spec: ModelSpec, cores: int, source: ModelSource = ModelSource()) -> None:  # noqa: B008
         self.notices: tuple[str, ...] = ()
+        self.files_sha256 = ""
         self.threads = spec.threads_intra or cores
         options = ort.SessionOptions()
         options.log_severity_level = _LOG_ERRORS_ONLY

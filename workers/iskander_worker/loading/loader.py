@@ -113,7 +113,14 @@ class _Load:
         name = f"{self.spec.name}/{self.spec.version}"
         return [
             *(Notice(f"{name}: {text}") for text in session.notices),
-            Loaded(self.spec.key, session.contract, session.providers, session.threads, load_ms),
+            Loaded(
+                self.spec.key,
+                session.contract,
+                session.providers,
+                session.threads,
+                load_ms,
+                session.files_sha256,
+            ),
         ]
 
     def _run(self) -> None:

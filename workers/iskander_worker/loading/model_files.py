@@ -12,6 +12,7 @@ import binascii
 import hashlib
 import stat
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,7 +98,7 @@ def inspect_files(file: Path, bytes_max: int) -> ModelFiles:
                 f"has {sizes[name]}: it is truncated, or belongs to another model"
             )
         _require_bytes(file.name, declared := declared + length, bytes_max)
-    digests = {name: _digest(path) for name, path in paths.items()}
+    digests = {name: sha256_of(path) for name, path in paths.items()}
     return ModelFiles(paths, digests, sum(sizes.values()), stamps)
 
 
@@ -126,7 +127,7 @@ def require_pins(
     hashes that are known already.
     """
     for name, pin in pins.items():
-        found = digests.get(name) or _digest(path_inside(folder, name))
+        found = digests.get(name) or sha256_of(path_inside(folder, name))
         if found != pin.lower():
             raise ManifestError(
                 f"`{name}` is not the file that the manifest pins: sha256 {found}, expected "
@@ -138,6 +139,24 @@ def require_pins(
             f"the manifest is signed and pins no sha256 of `{missing}`: its signature does not "
             "cover that file"
         )
+
+
+def joined_sha256(digests: Mapping[str, str]) -> str:
+    """Hash the names and digests of files."""
+    text = "\n".join(f"{digest} {name}" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def folder_sha256(folder: Path) -> str:
+    """Hash the files of a backend that opens them by itself; empty if there are too many.
+
+    Byte code that the interpreter wrote is left out.
+    """
+    paths = (each for each in folder.rglob("*") if each.is_file() and each.suffix != ".pyc")
+    files = list(islice(paths, FILES_MAX + 1))
+    if len(files) > FILES_MAX:
+        return ""
+    return joined_sha256({each.relative_to(folder).as_posix(): sha256_of(each) for each in files})
 
 
 def _externals(file: Path) -> list[ExternalTensor]:
@@ -152,7 +171,8 @@ def _externals(file: Path) -> list[ExternalTensor]:
         raw.release()
 
 
-def _digest(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Hash a file, or raise a `ManifestError`."""
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -27,9 +27,11 @@ from iskander.errors import ConfigError, ManifestError
 from iskander_worker.loading.model_files import (
     ModelFiles,
     inspect_files,
+    joined_sha256,
     require_pins,
     require_signature,
     require_unchanged,
+    sha256_of,
     stamp_of,
 )
 from iskander_worker.loading.weight_cache import FORMAT, Entry, WeightStore
@@ -61,9 +63,10 @@ class ModelSource(NamedTuple):
 
 
 class OpenModel(Protocol):
-    """An opened model with notices for the operator."""
+    """An opened model with notices for the operator, and the hash of its files."""
 
     notices: tuple[str, ...]
+    files_sha256: str
 
     def close(self) -> None:
         """Release the model."""
@@ -90,9 +93,11 @@ def open_model(
     pins = manifest.sha256 if manifest is not None else {}
     required = [*files.paths, *sorted(named_files(manifest))] if is_signed else ()
     require_pins(folder, pins, files.digests, required)
+    files_sha256 = joined_sha256({**files.digests, "manifest.toml": _manifest_sha256(folder)})
 
     def open_source(source: ModelSource) -> ModelT:
         model = make(spec, cores, source)
+        model.files_sha256 = files_sha256
         try:
             require_unchanged(files.stamps)
         except ManifestError:
@@ -229,14 +234,13 @@ def _from_entry(
 
 def _entry_key(spec: ModelSpec, files: ModelFiles, libraries: tuple[str, ...], runtime: str) -> str:
     """Name of an entry: a hash of everything that its content depends on."""
-    manifest = model_file(Path(spec.path)).parent / "manifest.toml"
     parts = [
         FORMAT,
         runtime,
         _processor(),
         sorted(files.digests.items()),
         [(library, os.stat(library).st_mtime_ns) for library in libraries],
-        hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.exists() else "",
+        _manifest_sha256(model_file(Path(spec.path)).parent),
         spec.optimization_level,
         spec.rows_max,
         spec.string_bytes,
@@ -244,6 +248,12 @@ def _entry_key(spec: ModelSpec, files: ModelFiles, libraries: tuple[str, ...], r
         (spec.loading.sandbox_s, spec.loading.sandbox_bytes),
     ]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:40]
+
+
+def _manifest_sha256(folder: Path) -> str:
+    """Hash of the manifest, which was read before; empty if there is none."""
+    manifest = folder / "manifest.toml"
+    return sha256_of(manifest) if manifest.exists() else ""
 
 
 def _processor() -> list[str]:

@@ -205,6 +205,7 @@ def slow_receive_of(pieces: Iterator[bytes], pause_s: float = 0.02) -> Any:
     return receive
 
 
+@pytest.mark.slow
 def test_body_below_the_minimum_rate_times_out() -> None:
     """One body stalls, another one trickles."""
     quota = quota_of(message_s=0.1)
