@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     add = group.add_argument
     add("--batch-rows", type=int, default=8192, metavar="N", help="default: %(default)s")
-    add("--concurrency", type=int, default=4, metavar="N", help="streams; default: %(default)s")
+    add("--concurrency", type=int, metavar="N", help="streams; default: one for each core, 2 to 8")
     add("--unit-size", metavar="BYTES", help="input of one unit; default: 128MiB")
     add("--state", metavar="FOLDER", help="default: _iskander/NAME beside the output")
     add("--resume", action="store_true", help="require an earlier run, and continue it")
@@ -145,7 +145,7 @@ def _model(arguments: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _job(arguments: argparse.Namespace, model: str, version: str | None) -> Job:
-    from iskander.scoring.job import FILE_BYTES, UNIT_BYTES, Job
+    from iskander.scoring.job import FILE_BYTES, UNIT_BYTES, Job, default_concurrency
 
     return Job(
         model=model,
@@ -157,7 +157,9 @@ def _job(arguments: argparse.Namespace, model: str, version: str | None) -> Job:
         filter=arguments.filter,
         limit=arguments.limit,
         batch_rows=arguments.batch_rows,
-        concurrency=arguments.concurrency,
+        concurrency=(
+            default_concurrency() if arguments.concurrency is None else arguments.concurrency
+        ),
         on_error=arguments.on_error,
         partition_by=_names(arguments.partition_by),
         sort_by=_names(arguments.sort_by),

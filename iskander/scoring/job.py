@@ -1,11 +1,12 @@
 """Description of one scoring job: model, inputs, output and options.
 
-Pure. Runs in: the operator's tool.
+Pure, except for the default of `concurrency`. Runs in: the operator's tool.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,9 +23,17 @@ PARENT: Final = "_iskander"
 OVERWRITES: Final = ("error", "append", "replace")
 BATCH_ROWS_MAX: Final = 1 << 24
 CONCURRENCY_MAX: Final = 256
+STREAMS_MAX: Final = 8
+"""Largest default of `concurrency`."""
 UNIT_BYTES: Final = 128 << 20
 FILE_BYTES: Final = 256 << 20
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+def default_concurrency() -> int:
+    """One stream for each core of this process, 2 to `STREAMS_MAX`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(max(cores or 1, 2), STREAMS_MAX)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +50,8 @@ class Job:
         filter: Condition on the input's rows; other rows do not reach the output.
         limit: Number of rows to score, in the order of the plan and after the filter.
         batch_rows: Rows of one record batch.
-        concurrency: Units that are scored at the same time, each on one stream.
+        concurrency: Units that are scored at the same time, each on one stream. By default one for
+            each core of this process, 2 to `STREAMS_MAX`.
         unit_bytes: Approximate input bytes of one unit.
         on_error: `fail`, `null`, or `quarantine=FOLDER`.
         partition_by: Columns of the output that become hive folders.
@@ -63,7 +73,7 @@ class Job:
     filter: str | None = None
     limit: int | None = None
     batch_rows: int = 8192
-    concurrency: int = 4
+    concurrency: int = field(default_factory=default_concurrency)
     unit_bytes: int = UNIT_BYTES
     on_error: str = "fail"
     partition_by: tuple[str, ...] = ()

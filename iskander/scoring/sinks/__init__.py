@@ -120,10 +120,13 @@ def open_sink(job: Job) -> Sink:
     """Open the output of a job; nothing is changed before `prepare`.
 
     Raises:
-        ConfigError: The options do not fit the output, the output is not apart from an input, or a
-            library is not installed.
+        ConfigError: The options do not fit the output, a library is not installed, or the output,
+            the quarantine and the inputs are not apart.
         OutputError: The filesystem or the catalog cannot be opened.
     """
+    from iskander.scoring.sinks.apart import check_quarantine
+
+    check_quarantine(job)
     if job.output == STREAM:
         from iskander.scoring.sinks.stream import StreamSink
 

@@ -61,13 +61,23 @@ def check_inputs(job: Job) -> None:
     Raises:
         ConfigError: It is not.
     """
-    others = []
-    for each in job.inputs:
-        pinned = _PINNED.fullmatch(each)
-        table = (pinned[1] or pinned[2]) if pinned else None
-        if table is None or _Place.of(table) != _Place.of(job.output):
-            others.append((INPUT, each))
+    others = [
+        (INPUT, each)
+        for each in job.inputs
+        if not (_pinned(each) and _Place.of(each) == _Place.of(job.output))
+    ]
     check_apart("output", job.output, others)
+
+
+def check_quarantine(job: Job) -> None:
+    """Check that the quarantine of a job is apart from its inputs and its output.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if job.quarantine is not None:
+        others = [(INPUT, each) for each in job.inputs]
+        check_apart("quarantine", job.quarantine, [*others, ("output", job.output)])
 
 
 class _Place(NamedTuple):
@@ -80,14 +90,13 @@ class _Place(NamedTuple):
     @classmethod
     def of(cls, uri: str) -> _Place:
         """Find the place of a path or URI."""
-        pinned = _PINNED.fullmatch(uri)
-        plain = ((pinned[1] or pinned[2]) if pinned else uri).removeprefix("delta://")
+        plain = (_pinned(uri) or uri).removeprefix("delta://")
         try:
             place = locate(plain)
         except SourceError:
             # Tables of catalogs, and schemes that only the library of a table has.
             scheme, _, path = plain.partition("://")
-            return cls(scheme, _parts(path.partition("?")[0]))
+            return cls(f"{scheme}://", _parts(path.partition("?")[0]))
         segments = place.path.split("/")
         fixed = next((i for i, each in enumerate(segments) if MAGIC.search(each)), len(segments))
         if place.is_local:
@@ -111,6 +120,12 @@ class _Place(NamedTuple):
         if its != mine[: len(its)] or not _may_match(mine[len(its) :], other.glob):
             return None
         return "lies in"
+
+
+def _pinned(uri: str) -> str | None:
+    """URI of a table without its fixed version; None if it has none."""
+    match = _PINNED.fullmatch(uri)
+    return (match[1] or match[2]) if match else None
 
 
 def _parts(path: str) -> tuple[str, ...]:

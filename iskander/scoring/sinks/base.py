@@ -23,7 +23,7 @@ from iskander.scoring.sinks.errors import OutputExists
 from iskander.scoring.sinks.schemas import check_columns, check_partitions
 from iskander.scoring.sinks.sorting import check_sort
 from iskander.scoring.sinks.staging import Staging, check_others, provenance
-from iskander.scoring.sinks.storage import Record, writing
+from iskander.scoring.sinks.storage import Record, Storage, writing
 from iskander.scoring.sinks.writing import Layout, Staged
 
 
@@ -39,6 +39,8 @@ class StagedSink(ABC):
     """
 
     is_resumable = True
+    _is_one = False
+    """Whether the output is one file."""
     _prefix: str | None = None
     """Beginning of the names of staging folders, if a fingerprint follows."""
     _folder: str | None = None
@@ -74,7 +76,11 @@ class StagedSink(ABC):
             "state": "prepared",
             **self._first_values(),
         }
-        self._staging = self._staging_of(plan, layout, values)
+        storage, folder = self._staging_place(plan, values)
+        is_joined = self._is_one or bool(self._job.sort_by)
+        self._staging = Staging(
+            storage, folder, layout, self._job.state_folder, is_joined=is_joined
+        )
         if not is_begun and self._prefix is not None:
             check_others(self._staging, self._prefix, is_restart=self._job.restart)
         if not is_known:
@@ -140,7 +146,7 @@ class StagedSink(ABC):
         return {}
 
     @abstractmethod
-    def _staging_of(self, plan: Plan, layout: Layout, values: Mapping[str, Any]) -> Staging:
+    def _staging_place(self, plan: Plan, values: Mapping[str, Any]) -> tuple[Storage, str]:
         """Return the staging folder that belongs to the values of the record."""
 
     @abstractmethod
@@ -185,6 +191,22 @@ class StagedSink(ABC):
             sort_by=job.sort_by,
             **{"file_bytes": job.file_bytes, **options},
         )
+
+
+def exists(output: str, kind: str) -> OutputExists:
+    """Make the error of an output that exists and is not to be changed."""
+    return OutputExists(
+        f"{output}: the {kind} exists; use --overwrite append or replace, or another output",
+        output=output,
+    )
+
+
+def appended_before(output: str, plan: Plan) -> OutputExists:
+    """Make the error of a table that has the results of a job already."""
+    return OutputExists(
+        f"{output}: the table has the results of this job already (fingerprint "
+        f"{plan.fingerprint[:8]}); nothing is appended twice"
+    )
 
 
 def check_partitioning(output: str, wanted: Sequence[str], found: Sequence[str]) -> None:

@@ -19,11 +19,17 @@ import pyarrow as pa
 from iskander.errors import ConfigError, Unsupported
 from iskander.scoring.job import Job
 from iskander.scoring.plan import Plan
-from iskander.scoring.sinks.base import StagedSink, check_partitioning, check_same_columns
+from iskander.scoring.sinks.base import (
+    StagedSink,
+    appended_before,
+    check_partitioning,
+    check_same_columns,
+    exists,
+)
 from iskander.scoring.sinks.errors import OutputExists
 from iskander.scoring.sinks.schemas import table_schema
-from iskander.scoring.sinks.staging import FINGERPRINT, Staging, provenance
-from iskander.scoring.sinks.storage import RESUMABLE, storage_of, writing
+from iskander.scoring.sinks.staging import FINGERPRINT, provenance
+from iskander.scoring.sinks.storage import RESUMABLE, Storage, storage_of, writing
 from iskander.scoring.sinks.writing import Layout, compression_of, partition_values
 
 if TYPE_CHECKING:
@@ -93,24 +99,15 @@ class DeltaSink(StagedSink):
                 partition_by = _checked(job, table, columns)
         earlier = self._committed(table, plan)
         if earlier and not is_begun and job.overwrite == "append":
-            raise OutputExists(
-                f"{job.output}: the table has the results of this job already (transaction "
-                f"{plan.fingerprint[:8]}, version {earlier}); nothing is appended twice"
-            )
+            raise appended_before(job.output, plan)
         self._transaction = earlier + 1
         return self._checked_layout(plan, columns, partition_by, compression=self._compression)
 
     def _first_values(self) -> dict[str, Any]:
         return {"transaction": self._transaction}
 
-    def _staging_of(self, plan: Plan, layout: Layout, values: Mapping[str, Any]) -> Staging:
-        return Staging(
-            self._storage,
-            f"{self._path}/{_STAGING}{plan.fingerprint[:16]}",
-            layout,
-            self._job.state_folder,
-            is_joined=bool(self._job.sort_by),
-        )
+    def _staging_place(self, plan: Plan, values: Mapping[str, Any]) -> tuple[Storage, str]:
+        return self._storage, f"{self._path}/{_STAGING}{plan.fingerprint[:16]}"
 
     def _check_free(self, plan: Plan, layout: Layout) -> None:
         self._check_table(self._table())
@@ -160,10 +157,7 @@ class DeltaSink(StagedSink):
 
     def _check_mode(self, table: DeltaTable | None) -> None:
         if table is not None and self._job.overwrite == "error":
-            raise OutputExists(
-                f"{self._job.output}: the Delta table exists; use --overwrite append or replace, "
-                "or another output"
-            )
+            raise exists(self._job.output, "Delta table")
 
     def _planned(
         self, plan: Plan, files: Mapping[str, int], check: Callable[[], None]

@@ -21,11 +21,11 @@ import pyarrow.parquet as pq
 from iskander.errors import ConfigError
 from iskander.scoring.job import Job
 from iskander.scoring.plan import Plan, canonical
-from iskander.scoring.sinks.base import StagedSink, listed
+from iskander.scoring.sinks.base import StagedSink, exists, listed
 from iskander.scoring.sinks.errors import OutputExists
 from iskander.scoring.sinks.schemas import plain_schema
-from iskander.scoring.sinks.staging import FINGERPRINT, Staging, provenance
-from iskander.scoring.sinks.storage import storage_of, writing
+from iskander.scoring.sinks.staging import FINGERPRINT, provenance
+from iskander.scoring.sinks.storage import Storage, storage_of, writing
 from iskander.scoring.sinks.writing import (
     Layout,
     check_csv,
@@ -117,14 +117,8 @@ class FileSink(StagedSink):
             self._check_free(plan, layout)
         return layout
 
-    def _staging_of(self, plan: Plan, layout: Layout, values: Mapping[str, Any]) -> Staging:
-        return Staging(
-            self._storage,
-            f"{self._place}/{self._prefix}{plan.fingerprint[:16]}",
-            layout,
-            self._job.state_folder,
-            is_joined=self._is_one or bool(self._job.sort_by),
-        )
+    def _staging_place(self, plan: Plan, values: Mapping[str, Any]) -> tuple[Storage, str]:
+        return self._storage, f"{self._place}/{self._prefix}{plan.fingerprint[:16]}"
 
     def _check_free(self, plan: Plan, layout: Layout) -> None:
         mode = self._job.overwrite
@@ -136,11 +130,11 @@ class FileSink(StagedSink):
                 if not self._is_one:
                     raise OutputExists(f"{self._job.output}: is a file, not a folder")
                 if mode == "error":
-                    raise _exists(self._job.output, "file")
+                    raise exists(self._job.output, "file")
                 return
             names = [each for each in self._storage.names(self._path) if not _is_staging(each)]
             if mode == "error" and names:
-                raise _exists(self._job.output, "folder with files")
+                raise exists(self._job.output, "folder with files")
             if mode == "replace":
                 self._check_own_files()
             if mode == "append":
@@ -230,10 +224,3 @@ def _is_staging(name: str) -> bool:
 
 def _read_schema(file: pa.NativeFile, format: str) -> pa.Schema:
     return pq.read_schema(file) if format == "parquet" else pa.ipc.open_file(file).schema
-
-
-def _exists(output: str, kind: str) -> OutputExists:
-    return OutputExists(
-        f"{output}: the {kind} exists; use --overwrite append or replace, or another output",
-        output=output,
-    )

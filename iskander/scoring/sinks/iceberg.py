@@ -22,10 +22,16 @@ from iskander.errors import ConfigError, IskanderError, Unsupported
 from iskander.scoring.job import Job
 from iskander.scoring.plan import Plan
 from iskander.scoring.sinks.apart import INPUT, check_apart
-from iskander.scoring.sinks.base import StagedSink, check_partitioning, check_same_columns
-from iskander.scoring.sinks.errors import OutputError, OutputExists
+from iskander.scoring.sinks.base import (
+    StagedSink,
+    appended_before,
+    check_partitioning,
+    check_same_columns,
+    exists,
+)
+from iskander.scoring.sinks.errors import OutputError
 from iskander.scoring.sinks.schemas import table_schema
-from iskander.scoring.sinks.staging import FINGERPRINT, Staging, provenance
+from iskander.scoring.sinks.staging import FINGERPRINT, provenance
 from iskander.scoring.sinks.storage import RESUMABLE, Storage, writing
 from iskander.scoring.sinks.writing import Layout, compression_of
 
@@ -111,10 +117,8 @@ class IcebergSink(StagedSink):
         check_apart("output", location, [(INPUT, each) for each in self._job.inputs])
         return {"attempt": secrets.token_hex(8), "location": location}
 
-    def _staging_of(self, plan: Plan, layout: Layout, values: Mapping[str, Any]) -> Staging:
-        storage, path, _ = self._place(values)
-        is_joined = bool(self._job.sort_by)
-        return Staging(storage, path, layout, self._job.state_folder, is_joined=is_joined)
+    def _staging_place(self, plan: Plan, values: Mapping[str, Any]) -> tuple[Storage, str]:
+        return self._place(values)[:2]
 
     def _place(self, values: Mapping[str, Any]) -> tuple[Storage, str, str]:
         """Storage of an attempt's files, their folder, and the text before paths in URIs."""
@@ -193,15 +197,9 @@ class IcebergSink(StagedSink):
         if table is None:
             return
         if self._job.overwrite == "error":
-            raise OutputExists(
-                f"{self._job.output}: the Iceberg table exists; use --overwrite append or replace, "
-                "or another output"
-            )
+            raise exists(self._job.output, "Iceberg table")
         if self._job.overwrite == "append" and _has_snapshot(table, FINGERPRINT, plan.fingerprint):
-            raise OutputExists(
-                f"{self._job.output}: the table has the results of this job already (fingerprint "
-                f"{plan.fingerprint[:8]}); nothing is appended twice"
-            )
+            raise appended_before(self._job.output, plan)
 
     def _commit(self, plan: Plan, table: Table | None, files: list[str]) -> None:
         from pyiceberg.expressions import AlwaysTrue

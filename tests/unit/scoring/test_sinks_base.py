@@ -27,7 +27,7 @@ from iskander.scoring.job import Job
 from iskander.scoring.sinks import Sink, open_sink
 from iskander.scoring.sinks.errors import OutputError
 from iskander.scoring.sinks.iceberg import IcebergSink
-from iskander.scoring.sinks.storage import Record
+from iskander.scoring.sinks.storage import Record, Storage
 
 KINDS: dict[str, dict[str, Any]] = {
     "out": {},
@@ -205,6 +205,37 @@ def test_abort_ends_units_in_other_threads(place: Place) -> None:
     with pytest.raises(Cancelled, match="aborted"):
         sink.stage(plan.units[1], iter([rows_of(1, 10)]))
     assert place.files() == {}
+
+
+@pytest.mark.parametrize("place", ["out"], indirect=True)
+def test_abort_waits_for_a_unit_that_is_written(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = a_plan(1)
+    sink = place.sink()
+    sink.prepare(plan, SCHEMA, is_resumed=False)
+    writes, goes_on = threading.Event(), threading.Event()
+    changed = sink._staging._changed  # type: ignore[attr-defined]
+    publish, wait_for = Storage.publish, changed.wait_for
+
+    def slow(self: Storage, folder: str) -> None:
+        writes.set()
+        goes_on.wait(2)
+        publish(self, folder)
+
+    def observed(*words: Any) -> Any:
+        goes_on.set()
+        return wait_for(*words)
+
+    monkeypatch.setattr(Storage, "publish", slow)
+    monkeypatch.setattr(changed, "wait_for", observed)
+    words = (plan.units[0], iter([rows_of(0, 10)]))
+    thread = threading.Thread(target=sink.stage, args=words)
+    thread.start()
+    assert writes.wait(30)
+    sink.abort()
+    thread.join(30)
+    assert not (place.root / "out").exists()
 
 
 def test_output_deleted_after_the_commit_is_made_again(place: Place) -> None:
