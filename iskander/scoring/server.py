@@ -43,6 +43,7 @@ STALE_MAX: Final = 100
 """Folders that are looked at when a server starts."""
 _LOG_BYTES: Final = 4000
 _POLL_S: Final = 0.1
+_READY_POLL_S: Final = 0.02
 _NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _WRAPPER: Final = (
     "import ctypes, os, signal, sys\n"
@@ -126,7 +127,7 @@ class PrivateServer:
                     raise NotReady(
                         f"the private server is not ready after {READY_S:g} s: {self.log_tail()}"
                     )
-                self._ended.wait(_POLL_S)
+                self._ended.wait(_READY_POLL_S)
 
     def stop(self) -> None:
         """End the gateway with SIGTERM, and with SIGKILL after a deadline."""

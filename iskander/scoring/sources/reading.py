@@ -13,7 +13,6 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
-import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
@@ -199,6 +198,9 @@ class FileReader:
         expression: pc.Expression,
     ) -> list[int]:
         """Leave row groups out whose statistics or hive values exclude the filter."""
+        # Imported here because it imports pandas.
+        import pyarrow.dataset as pads
+
         partition = pc.scalar(True)
         for name, value in hive.items():
             kind = self._schema.field(name).type
