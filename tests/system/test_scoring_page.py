@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import re
 import shlex
 import subprocess
@@ -82,6 +85,37 @@ def test_partitions_are_hive_folders(folder: Path) -> None:
 def test_dry_run_writes_nothing(folder: Path) -> None:
     assert not (folder / "planned").exists()
     assert (folder / "checked" / "_SUCCESS").exists()
+
+
+def shape(line: str) -> str:
+    """A line without its numbers, its names and the length of its bar."""
+    line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip()
+    line = re.sub(r"[━╸╺]+", "BAR", line)
+    # A job of few rows ends before it has a rate.
+    line = re.sub(r"(rows) +([\d,]+ rows/s )?(\d:|-)", r"\1 \3", line)
+    line = re.sub(r"(model +)[\w-]+", r"\1NAME", line)
+    return re.sub(r" +", " ", re.sub(r"\d[\d,.:]*", "N", line))
+
+
+def test_terminal_shows_the_bar_and_the_report_of_the_page(folder: Path) -> None:
+    running, ended = re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S)
+    terminal, end = pty.openpty()
+    words = [*shlex.split(commands()[0])[1:], "--overwrite", "replace"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    process = subprocess.Popen(
+        [BIN / "iskander", *words], cwd=folder, env=environment, stdout=end, stderr=end
+    )
+    os.close(end)
+    text = b""
+    # At the end of the process, a read of a terminal is an error.
+    with contextlib.suppress(OSError), open(terminal, "rb", buffering=0) as file:
+        while data := file.read(65536):
+            text += data
+    assert process.wait(60) == 0
+    shown = [shape(line) for line in re.split(r"[\r\n]+", text.decode())]
+    expected = [shape(line) for line in ended.splitlines()]
+    assert [line for line in shown if line][-len(expected) :] == expected
+    assert shape(running) == expected[0]
 
 
 def test_help_fits_a_screen_and_names_the_exit_codes_of_the_page() -> None:
