@@ -167,7 +167,13 @@ class ModelNotFound(IskanderError, code="model_not_found", fault=Fault.CLIENT, s
 class Unauthenticated(
     IskanderError, code="unauthenticated", fault=Fault.CLIENT, status="UNAUTHENTICATED"
 ):
-    """The call has no valid token."""
+    """The call has no valid token.
+
+    Attributes:
+        has_new_token: Python client: its token function returns another token than the call had.
+    """
+
+    has_new_token: bool = False
 
 
 class PermissionDenied(
@@ -240,6 +246,12 @@ class Cancelled(IskanderError, code="cancelled", fault=Fault.CLIENT, status="CAN
 
 class NotReady(IskanderError, code="not_ready", fault=Fault.OPERATOR, status="UNAVAILABLE"):
     """The model has no warmed worker now."""
+
+
+class ConnectionFailed(
+    NotReady, code="connection_failed", fault=Fault.OPERATOR, status="UNAVAILABLE"
+):
+    """Python client: no gateway answers at the address, or the connection failed during a call."""
 
 
 class Draining(IskanderError, code="draining", fault=Fault.NOBODY, status="UNAVAILABLE"):

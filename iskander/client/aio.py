@@ -4,7 +4,7 @@
     stream, outcomes  ->  one thread for each open stream
 
 A task that is cancelled cancels its call at the server. Nothing that takes long runs on the loop:
-tables are read, matched and restored on the threads.
+tables are read, matched and restored on the threads, with the context variables of the caller.
 
 Runs on: the caller's loop, and the threads of the client.
 """
@@ -12,6 +12,8 @@ Runs on: the caller's loop, and the threads of the client.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import functools
 from collections.abc import (
     AsyncGenerator,
@@ -22,7 +24,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 import pyarrow as pa
@@ -31,6 +32,8 @@ from iskander.client.aio_calls import CallThreads
 from iskander.client.aio_stream import JOIN_S, AsyncItems, StreamThread
 from iskander.client.client import Client
 from iskander.client.connection import CALL_TIMEOUT_S, Tls
+from iskander.client.credentials import Token
+from iskander.client.flight_errors import add_model
 from iskander.client.model import Model
 from iskander.client.resume import Item
 from iskander.client.retry import Deadline, Retry
@@ -50,7 +53,7 @@ class Options(TypedDict, total=False):
     """Arguments of `Client`."""
 
     timeout_s: float
-    token: str | None
+    token: Token
     tls: Tls | None
     shared_bytes: int | None
     retry: Retry
@@ -110,7 +113,7 @@ class AsyncClient:
         """Return the readiness of every model: `{"ready": bool, "models": {...}}`.
 
         Raises:
-            NotReady: No gateway answers at the address.
+            ConnectionFailed: No gateway answers at the address.
         """
         return await self._run(self._client.health)
 
@@ -146,7 +149,9 @@ class AsyncClient:
         Raises:
             IskanderError: There is no such model, or it is not loaded.
         """
-        found = await self._run(functools.partial(self._client.model, name, version=version))
+        call = functools.partial(self._client.model, name, version=version)
+        with _named_model(name):
+            found = await self._run(call)
         return Model(self, found.description, version=version)
 
     async def score(
@@ -189,7 +194,8 @@ class AsyncClient:
                 timeout_s=deadline.remaining_s(),
             )
 
-        return await self._run(score, timeout_s)
+        with _named_model(model):
+            return await self._run(score, timeout_s)
 
     def stream(
         self,
@@ -222,7 +228,7 @@ class AsyncClient:
         call = functools.partial(
             self._client.stream, model, version=version, terms=terms, resume=resume
         )
-        return self._stream(call, batches, timeout_s)
+        return self._stream(model, call, batches, timeout_s, contextvars.copy_context())
 
     def outcomes(
         self,
@@ -238,16 +244,40 @@ class AsyncClient:
         call = functools.partial(
             self._client.outcomes, model, version=version, terms=terms, resume=resume
         )
-        return self._stream(call, batches, timeout_s)
+        return self._stream(model, call, batches, timeout_s, contextvars.copy_context())
 
     async def _run(self, call: Callable[[], ResultT], timeout_s: float | None = None) -> ResultT:
         """Run a call on a thread of the pool."""
         self._require_open()
-        return await self._threads.run(call, timeout_s)
+        context = contextvars.copy_context()
+        return await self._threads.run(functools.partial(context.run, call), timeout_s)
 
     async def _stream(
-        self, call: Callable[..., Iterator[Any]], batches: Items, timeout_s: float | None
+        self,
+        model: str,
+        call: Callable[..., Iterator[Any]],
+        batches: Items,
+        timeout_s: float | None,
+        context: contextvars.Context,
     ) -> AsyncGenerator[Any, None]:
+        with _named_model(model):
+            stream = self._open_stream(call, batches, timeout_s, context)
+            try:
+                async with contextlib.aclosing(stream.results()) as results:
+                    async for result in results:
+                        yield result
+            finally:
+                await stream.stop()
+                if not stream.is_alive():
+                    self._streams.discard(stream)
+
+    def _open_stream(
+        self,
+        call: Callable[..., Iterator[Any]],
+        batches: Items,
+        timeout_s: float | None,
+        context: contextvars.Context,
+    ) -> StreamThread:
         self._require_open()
         self._streams = {stream for stream in self._streams if stream.is_alive()}
         if len(self._streams) >= self._streams_max:
@@ -259,18 +289,21 @@ class AsyncClient:
             items = AsyncItems(batches, asyncio.get_running_loop())
         source = batches if items is None else items
         opening = functools.partial(call, source, timeout_s=timeout_s)
-        stream = StreamThread(opening, items, deadline)
+        stream = StreamThread(opening, items, deadline, context)
         self._streams.add(stream)
         stream.start()
-        try:
-            async with aclosing(stream.results()) as results:
-                async for result in results:
-                    yield result
-        finally:
-            await stream.stop()
-            if not stream.is_alive():
-                self._streams.discard(stream)
+        return stream
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise Cancelled("the client is closed")
+
+
+@contextlib.contextmanager
+def _named_model(model: str) -> Iterator[None]:
+    """Set the model of an error that has none."""
+    try:
+        yield
+    except IskanderError as error:
+        add_model(error, model)
+        raise

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
 from iskander.client.cancellation import Cancellation
-from iskander.client.resume import CALL_ERRORS
-from iskander.errors import Cancelled, DeadlineExceeded
+from iskander.errors import Cancelled, DeadlineExceeded, IskanderError
 
 ResultT = TypeVar("ResultT")
 
@@ -77,7 +76,7 @@ class _Job:
             return
         if error is None:
             self.future.set_result(result)
-        elif self.cancellation.is_requested and isinstance(error, CALL_ERRORS):
+        elif self.cancellation.is_requested and isinstance(error, IskanderError):
             closed = Cancelled("the client was closed")
             closed.__cause__ = error
             self.future.set_exception(closed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import queue
 import threading
 from collections import deque
@@ -89,6 +90,7 @@ class StreamThread(threading.Thread):
         open_results: Opens the stream; called on the thread.
         items: The caller's async iterable, if it is one.
         deadline: Deadline of the stream.
+        context: Context variables of the caller, for the thread.
     """
 
     def __init__(
@@ -96,11 +98,13 @@ class StreamThread(threading.Thread):
         open_results: Callable[[], Iterator[Any]],
         items: AsyncItems | None,
         deadline: Deadline,
+        context: contextvars.Context,
     ) -> None:
         super().__init__(name="iskander-stream", daemon=True)
         self._open_results = open_results
         self._items = items
         self._deadline = deadline
+        self._context = context
         self._loop = asyncio.get_running_loop()
         self._has_change = asyncio.Event()
         self._cancellation = Cancellation()
@@ -112,6 +116,9 @@ class StreamThread(threading.Thread):
 
     def run(self) -> None:
         """Read until the stream ends or is cancelled."""
+        self._context.run(self._read)
+
+    def _read(self) -> None:
         try:
             with self._cancellation, contextlib.closing(self._open_results()) as results:  # type: ignore[type-var]
                 for result in results:

@@ -9,7 +9,6 @@ Runs on: the caller's threads.
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -19,14 +18,16 @@ import pyarrow as pa
 from iskander.client.connection import (
     CALL_TIMEOUT_S,
     Connection,
+    Headers,
     Tls,
+    decode_result,
     encode_terms,
-    require_token,
 )
+from iskander.client.credentials import Credentials, Token
+from iskander.client.flight_errors import add_model
 from iskander.client.matching import Matching
 from iskander.client.model import Model, ModelDescription, read_description
 from iskander.client.resume import (
-    CALL_ERRORS,
     WINDOW_BATCHES,
     WINDOW_BYTES,
     Item,
@@ -39,6 +40,7 @@ from iskander.client.retry import OFF, Attempts, Deadline, Retry, RetryBudget
 from iskander.client.slicing import slices
 from iskander.client.tables import empty_batch, open_source
 from iskander.client.targets import Address, Route, Targets
+from iskander.client.trace_context import trace_headers
 from iskander.errors import ContractError, IskanderError, LimitExceeded, ModelMoved, ModelNotFound
 
 ResultT = TypeVar("ResultT")
@@ -61,7 +63,8 @@ class Client:
     Args:
         address: `HOST:PORT` or `unix:PATH`, or several of them.
         timeout_s: Timeout of each call except streams. A slow `load` needs a longer one.
-        token: Token sent with every call.
+        token: Token sent with every call, or a function that returns the current one. It is called
+            for each attempt of each call, on its thread, so it may be called by several at a time.
         tls: TLS files; None: plaintext.
         shared_bytes: Size of each stream's shared memory, for large batches to a server on this
             machine. None: 64 MiB if the server offers it; 0: none.
@@ -79,18 +82,22 @@ class Client:
         address: str | Sequence[str],
         *,
         timeout_s: float = CALL_TIMEOUT_S,
-        token: str | None = None,
+        token: Token = None,
         tls: Tls | None = None,
         shared_bytes: int | None = None,
         retry: Retry = DEFAULT_RETRY,
         is_resolved: bool = False,
         is_matched: bool = True,
     ) -> None:
-        require_token(token)
+        credentials = Credentials(token)
 
         def connect(each: Address) -> Connection:
             return Connection(
-                each, timeout_s=timeout_s, token=token, tls=tls, shared_bytes=shared_bytes
+                each,
+                timeout_s=timeout_s,
+                credentials=credentials,
+                tls=tls,
+                shared_bytes=shared_bytes,
             )
 
         self._targets = Targets(
@@ -118,9 +125,9 @@ class Client:
         """Return the readiness of every model: `{"ready": bool, "models": {...}}`.
 
         Raises:
-            NotReady: No gateway answers at the address.
+            ConnectionFailed: No gateway answers at the address.
         """
-        return dict(self._action("health"))
+        return self._action("health", dict)
 
     def load(self, model: str) -> list[str]:
         """Load the current files of a model; return the served versions.
@@ -128,7 +135,7 @@ class Client:
         Raises:
             IskanderError: The load of a version failed.
         """
-        return list(self._action("load", {"model": model})["versions"])
+        return self._action("load", list, model, key="versions")
 
     def unload(self, model: str, *, version: str | None = None) -> list[str]:
         """Stop serving a model, or one version of it; return the unloaded versions.
@@ -136,15 +143,15 @@ class Client:
         Raises:
             IskanderError: It cannot be unloaded.
         """
-        return list(self._action("unload", {"model": model, "version": version})["versions"])
+        return self._action("unload", list, model, key="versions", version=version)
 
     def models(self) -> list[dict[str, Any]]:
         """Return all models: served with a contract, loading, or failed to load."""
-        return list(self._action("models"))
+        return self._action("models", list)
 
     def stats(self) -> dict[str, Any]:
         """Return counters of lanes, workers and memory."""
-        return dict(self._action("stats"))
+        return self._action("stats", dict)
 
     def model(self, name: str, *, version: str | None = None) -> Model:
         """Return a model with its contract as schemas, and its calls.
@@ -153,7 +160,11 @@ class Client:
             IskanderError: There is no such model, or it is not loaded.
         """
         self._forget((name, version))
-        description = self._describe((name, version), Deadline(self._timeout_s))
+        try:
+            description = self._describe((name, version), Deadline(self._timeout_s))
+        except IskanderError as error:
+            add_model(error, name)
+            raise
         return Model(self, description, version=version)
 
     def score(
@@ -183,18 +194,31 @@ class Client:
 
         Raises:
             ContractError: The data is no table, or its columns do not match the model.
+            ConnectionFailed: No gateway answers, or the connection failed, also in all retries.
             IskanderError: The server's error.
         """
+        try:
+            return self._score((model, version), data, columns, terms or {}, Deadline(timeout_s))
+        except IskanderError as error:
+            add_model(error, model)
+            raise
+
+    def _score(
+        self,
+        key: _Key,
+        data: Any,  # noqa: ANN401
+        columns: Mapping[str, str] | None,
+        terms: Mapping[str, Any],
+        deadline: Deadline,
+    ) -> Any:  # noqa: ANN401
         source = open_source(data)
-        key = (model, version)
-        deadline = Deadline(timeout_s)
         batches = source.batches
         if self._is_matched:
             matching = self._matching(key, source.schema, columns, deadline)
             batches = self._matched(matching, source.schema, batches)
         first = next(batches)
         second = next(batches, None)
-        path, terms = _descriptor_path(model, version), terms or {}
+        path = _descriptor_path(*key)
         try:
             if second is None:
                 results: Iterator[pa.RecordBatch] = iter(
@@ -202,7 +226,8 @@ class Client:
                 )
             else:
                 sent = itertools.chain([first, second], batches)
-                results = self._stream(path, sent, terms, deadline, resume=True)
+                headers = _headers(terms)
+                results = self._stream(path, sent, terms, headers, deadline, resume=True)
             result = next(results)
         except _STALE:
             self._forget(key)
@@ -234,10 +259,12 @@ class Client:
             resume: Continue on another connection after a retryable failure, if retries are on.
 
         Raises:
+            ConnectionFailed: The connection failed, and the stream is not resumed.
             IskanderError: The server's error.
         """
-        path = _descriptor_path(model, version)
-        return self._stream(path, batches, terms or {}, Deadline(timeout_s), resume=resume)
+        path, terms = _descriptor_path(model, version), terms or {}
+        deadline, headers = Deadline(timeout_s), _headers(terms)
+        return self._stream(path, batches, terms, headers, deadline, resume=resume)
 
     def outcomes(
         self,
@@ -255,7 +282,8 @@ class Client:
         """
         path = _descriptor_path(model, version)
         terms = {**(terms or {}), "errors": "in-band"}
-        return self._stream(path, batches, terms, Deadline(timeout_s), resume=resume)
+        deadline, headers = Deadline(timeout_s), _headers(terms)
+        return self._stream(path, batches, terms, headers, deadline, resume=resume)
 
     @property
     def _regions(self) -> Any:  # noqa: ANN401
@@ -334,7 +362,7 @@ class Client:
     def _score_one(
         self, path: list[str], batch: pa.RecordBatch, terms: Mapping[str, Any], deadline: Deadline
     ) -> pa.RecordBatch:
-        headers = encode_terms(terms)
+        headers = _headers(terms)
 
         def score(connection: Connection, left_s: float | None) -> pa.RecordBatch | None:
             if connection.may_share(batch):
@@ -343,7 +371,7 @@ class Client:
 
         result = self._call(score, batch.num_rows, deadline)
         if result is None:
-            (result,) = self._stream(path, [batch], terms, deadline, resume=True)
+            (result,) = self._stream(path, [batch], terms, headers, deadline, resume=True)
         return result
 
     def _call(
@@ -362,7 +390,7 @@ class Client:
                 result = call(lease.connection, deadline.remaining_s())
                 attempts.succeed()
                 return result
-            except CALL_ERRORS as error:
+            except IskanderError as error:
                 failure = error
             finally:
                 route.end(lease, failure)
@@ -373,6 +401,7 @@ class Client:
         path: list[str],
         batches: Iterable[Item],
         terms: Mapping[str, Any],
+        headers: Headers,
         deadline: Deadline,
         *,
         resume: bool,
@@ -385,7 +414,6 @@ class Client:
             batches_max=WINDOW_BATCHES if retry.is_enabled else None,
             bytes_max=WINDOW_BYTES if retry.is_enabled else None,
         )
-        headers = encode_terms(terms)
         route = Route(self._targets)
 
         def connect(feed: WindowFeed) -> Iterator[Outcome]:
@@ -393,18 +421,36 @@ class Client:
             feed.load = lease = route.begin(window.rows)
             try:
                 yield from lease.connection.exchange(path, feed, headers, deadline.remaining_s())
-            except CALL_ERRORS as error:
+            except IskanderError as error:
                 failure = None if error is window.error else error
                 raise
             finally:
                 route.end(lease, failure)
 
-        yield from resumable(connect, window, Attempts(retry, self._budget, deadline))
+        try:
+            yield from resumable(connect, window, Attempts(retry, self._budget, deadline))
+        except IskanderError as error:
+            add_model(error, path[0])
+            raise
 
-    def _action(self, name: str, fields: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+    def _action(
+        self,
+        name: str,
+        kind: type[ResultT],
+        model: str | None = None,
+        *,
+        key: str | None = None,
+        **fields: Any,  # noqa: ANN401
+    ) -> ResultT:
+        """Run an action, of a model if it is named; return its result, or one key of it."""
         lease = self._targets.pick()
         try:
-            return json.loads(lease.connection.action(name, fields)[0])
+            sent = None if model is None else {"model": model, **fields}
+            return decode_result(lease.connection.action(name, sent), kind, key)
+        except IskanderError as error:
+            if model is not None:
+                add_model(error, model)
+            raise
         finally:
             self._targets.release(lease)
 
@@ -414,6 +460,11 @@ def _apply(matching: Matching, batches: Iterable[pa.RecordBatch]) -> Iterator[pa
     for batch in batches:
         yield matching.apply(batch, first_row=row)
         row += batch.num_rows
+
+
+def _headers(terms: Mapping[str, Any]) -> Headers:
+    """Return the headers of a call with these terms, and its trace context."""
+    return [*encode_terms(terms), *trace_headers()]
 
 
 def _descriptor_path(model: str, version: str | None) -> list[str]:

@@ -9,21 +9,30 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import pyarrow as pa
 from pyarrow import flight
 
-from iskander.client.call_details import CallDetails
+from iskander.client.call_details import CallDetail, CallDetails
 from iskander.client.cancellation import current
-from iskander.client.resume import (
-    Outcome,
-)
-from iskander.client.stream_writer import FLIGHT_ERRORS, Feed, StreamWriter
+from iskander.client.credentials import Credentials
+from iskander.client.flight_errors import FLIGHT_ERRORS, add_model, text_of, to_named
+from iskander.client.resume import Outcome
+from iskander.client.stream_writer import Feed, StreamWriter
 from iskander.client.targets import Address
-from iskander.errors import ConfigError, IskanderError, NotReady, ProtocolError, RegionNotFound
+from iskander.client.trace_context import trace_headers
+from iskander.errors import (
+    Cancelled,
+    ConfigError,
+    IskanderError,
+    NotReady,
+    ProtocolError,
+    RegionNotFound,
+    Unauthenticated,
+)
 
 if TYPE_CHECKING:
     from iskander.client.shared_memory import Region, RegionPool
@@ -43,7 +52,8 @@ _NO_SHARED_MEMORY = (
     "installed; set `shared_bytes` to 0 or leave it out"
 )
 _REGION_GONE = "the process with this client's shared memory has ended, or another answers; retry"
-_TOKEN = re.compile(r"[!-~]+")
+_TERM_NAME = re.compile(r"[a-z_]+")
+_TERM_TEXT = re.compile(r"[ -~]*")
 
 
 class Tls(NamedTuple):
@@ -59,19 +69,17 @@ class Tls(NamedTuple):
     key: Path | None = None
 
     def options(self) -> dict[str, bytes]:
-        """Read the TLS arguments of `FlightClient`; raise ConfigError if a file cannot be read."""
+        """Read the TLS arguments of `FlightClient`; raise ConfigError for a file that is no PEM."""
         names = ("tls_root_certs", "cert_chain", "private_key")
-        files = zip(names, self, strict=True)
+        given = {name: path for name, path in zip(names, self, strict=True) if path is not None}
         try:
-            return {name: path.read_bytes() for name, path in files if path is not None}
+            files = {name: path.read_bytes() for name, path in given.items()}
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
-
-
-def require_token(token: str | None) -> None:
-    """Raise ConfigError if a token cannot be sent in a header."""
-    if token is not None and not _TOKEN.fullmatch(token):
-        raise ConfigError("invalid token: only printable ASCII without spaces is allowed")
+        for name, pem in files.items():
+            if b"-----BEGIN " not in pem:
+                raise ConfigError(f"{given[name]} is no PEM file")
+        return files
 
 
 class Connection:
@@ -80,13 +88,13 @@ class Connection:
     Args:
         address: The gateway.
         timeout_s: Timeout of each action.
-        token: Token sent with every call.
+        credentials: Tokens of the calls.
         tls: TLS files; None: plaintext.
         shared_bytes: Size of each stream's shared memory; 0: none; None: `SHARED_BYTES` if the
             server is on this machine and offers it.
 
     Raises:
-        ConfigError: A TLS file cannot be read.
+        ConfigError: The address is invalid, or a TLS file cannot be read.
     """
 
     def __init__(
@@ -94,21 +102,26 @@ class Connection:
         address: Address,
         *,
         timeout_s: float,
-        token: str | None,
+        credentials: Credentials,
         tls: Tls | None,
         shared_bytes: int | None,
     ) -> None:
         self._address = address.text
-        self._details = CallDetails(token)
+        self._credentials = credentials
+        self._details = CallDetails(credentials)
+        self._is_closed = False
         secrecy: dict[str, Any] = {} if tls is None else dict(tls.options())
         if tls is not None and address.name is not None:
             secrecy["override_hostname"] = address.name
-        self._flight = flight.FlightClient(
-            _uri(address.text, is_tls=tls is not None),
-            middleware=[self._details],
-            generic_options=[("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS)],
-            **secrecy,
-        )
+        try:
+            self._flight = flight.FlightClient(
+                _uri(address.text, is_tls=tls is not None),
+                middleware=[self._details],
+                generic_options=[("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS)],
+                **secrecy,
+            )
+        except pa.ArrowException as error:
+            raise ConfigError(f"invalid address {address.text}: {text_of(error)}") from error
         self._is_automatic = shared_bytes is None
         is_possible = sys.platform == "linux" and _is_local(address.text)
         automatic_bytes = SHARED_BYTES if is_possible else 0
@@ -129,13 +142,14 @@ class Connection:
 
             length_bytes = self._shared_bytes
             if self._is_automatic:
-                offered = json.loads(self.action("shared-memory")[0])
-                length_bytes = min(length_bytes, offered["region_bytes"])
+                offered_bytes = decode_result(self.action("shared-memory"), int, "region_bytes")
+                length_bytes = min(length_bytes, offered_bytes)
             self._pool = RegionPool(self._request_region_socket, length_bytes, self._timeout_s)
         return self._pool
 
     def close(self) -> None:
         """Close the connection and release idle shared memory."""
+        self._is_closed = True
         if self._pool is not None:
             self._pool.close()
         self._flight.close()
@@ -144,9 +158,9 @@ class Connection:
         """Return the readiness of every model.
 
         Raises:
-            NotReady: No gateway answers at the address.
+            ConnectionFailed: No gateway answers at the address.
         """
-        return dict(json.loads(self.action("health", timeout_s=timeout_s)[0]))
+        return decode_result(self.action("health", timeout_s=timeout_s), dict)
 
     def action(
         self,
@@ -158,20 +172,19 @@ class Connection:
         """Run an action; return its results, JSON or IPC messages.
 
         Raises:
-            IskanderError: The server's error, or NotReady if no gateway answers.
+            IskanderError: The server's error, or ConnectionFailed.
         """
         body = b"" if fields is None else json.dumps(fields).encode()
-        is_usual = timeout_s is None
-        options = self._options if is_usual else flight.FlightCallOptions(timeout=timeout_s)
+        options, headers = self._options, trace_headers()
+        if headers or timeout_s is not None:
+            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            options = flight.FlightCallOptions(timeout=limit_s, headers=headers)
+        self._details.prepare()
         try:
             results = self._flight.do_action(flight.Action(name, body), options)
             return [result.body.to_pybytes() for result in results]
         except FLIGHT_ERRORS as error:
-            named = self._details.latest().to_named(error)
-            if isinstance(named, IskanderError):
-                raise named from error
-            text = str(error).split("\n", 1)[0]
-            raise NotReady(f"no gateway answers at {self._address}: {text}") from error
+            raise self._named(error, self._details.latest()) from error
 
     def may_share(self, batch: pa.RecordBatch) -> bool:
         """Whether a stream that begins with this batch may use shared memory."""
@@ -184,8 +197,7 @@ class Connection:
         """Score one batch without a thread: the server sends nothing before it has the batch.
 
         Raises:
-            IskanderError: The server's error.
-            FlightError: The connection failed.
+            IskanderError: The server's error, or ConnectionFailed.
         """
         writer, reader, detail = self._open(path, headers, timeout_s)
         is_answered = False
@@ -199,7 +211,7 @@ class Connection:
         except StopIteration:
             raise ProtocolError("the stream ended before the result of its batch") from None
         except FLIGHT_ERRORS as error:
-            raise detail.to_named(error) from error
+            raise self._named(error, detail) from error
         finally:
             if not is_answered:
                 reader.cancel()
@@ -214,8 +226,7 @@ class Connection:
         """Send the batches of a feed; yield an outcome for each, in order.
 
         Raises:
-            IskanderError: The server's error.
-            FlightError: The connection failed.
+            IskanderError: The server's error, or ConnectionFailed.
             Exception: The error of the feed.
         """
         first = next(feed, None)
@@ -237,7 +248,7 @@ class Connection:
         try:
             for chunk in reader:
                 feeder.on_result()
-                yield _outcome(chunk)
+                yield _outcome(chunk, path[0])
                 if feeder.is_last_result():
                     feeder.has_ended_call = True
                     writer.done_writing()
@@ -245,7 +256,7 @@ class Connection:
             # After the last result, the status of the call is irrelevant.
             if not feeder.has_ended_call:
                 feeder.finish()
-                named = feeder.error or detail.to_named(error)
+                named = feeder.error or self._named(error, detail)
                 if isinstance(named, RegionNotFound):
                     is_usable, named = False, NotReady(_REGION_GONE)
                 raise named from error
@@ -298,17 +309,28 @@ class Connection:
         cancellation = current()
         if cancellation is not None:
             cancellation.require_none()
+        self._details.prepare()
         try:
             writer, reader = self._flight.do_exchange(descriptor, options)
         except FLIGHT_ERRORS as error:
             # The call failed before the descriptor was written.
-            raise self._details.latest().to_named(error) from error
+            raise self._named(error, self._details.latest()) from error
         if cancellation is not None:
             cancellation.enter_call(reader)
         return writer, reader, self._details.latest()
 
+    def _named(self, error: Exception, detail: CallDetail | None) -> IskanderError:
+        """Return the server's error for an error of a call; without one, that of its status."""
+        if self._is_closed:
+            return Cancelled("the client is closed")
+        named = None if detail is None else detail.server_error()
+        named = named or to_named(error, self._address)
+        if isinstance(named, Unauthenticated) and detail is not None:
+            named.has_new_token = self._credentials.has_other_than(detail.token)
+        return named
+
     def _request_region_socket(self) -> Path:
-        return Path(json.loads(self.action("shared-memory")[0])["path"])
+        return Path(decode_result(self.action("shared-memory"), str, "path"))
 
 
 def _is_local(address: str) -> bool:
@@ -324,15 +346,40 @@ def _uri(address: str, *, is_tls: bool) -> str:
 
 
 def encode_terms(terms: Mapping[str, Any]) -> Headers:
-    """Encode the terms of a call as headers."""
+    """Encode the terms of a call as headers.
+
+    Raises:
+        ConfigError: A term cannot be sent in a header.
+    """
     texts = {k: json.dumps(v) if isinstance(v, bool) else str(v) for k, v in terms.items()}
+    for name, text in texts.items():
+        if not (_TERM_NAME.fullmatch(name) and _TERM_TEXT.fullmatch(text)):
+            raise ConfigError(f"invalid term {name!r}: only printable ASCII is allowed")
     return [(f"iskander-{k.replace('_', '-')}".encode(), v.encode()) for k, v in texts.items()]
 
 
-def _outcome(chunk: Any) -> Outcome:  # noqa: ANN401
+def decode_result(results: Sequence[bytes], kind: type[ResultT], key: str | None = None) -> ResultT:
+    """Decode the JSON result of an action, or one key of it.
+
+    Raises:
+        ProtocolError: There is no such result; the server may be no gateway.
+    """
+    try:
+        result = json.loads(results[0])
+        value = result if key is None else result[key]
+        if isinstance(value, kind):
+            return value
+        reason = f"expected {kind.__name__}, got {type(value).__name__}"
+    except (ValueError, LookupError, TypeError) as error:
+        reason = f"{type(error).__name__} {error}"
+    text = f"the server's result cannot be read: {reason}"
+    raise ProtocolError(f"{text}; it may be no gateway, or of another version")
+
+
+def _outcome(chunk: Any, model: str) -> Outcome:  # noqa: ANN401
     """Return the result or the error of a batch."""
     if chunk.data.num_rows == 0 and chunk.app_metadata is not None:
         with contextlib.suppress(ValueError, LookupError, TypeError):
             metadata = json.loads(bytes(chunk.app_metadata))
-            return IskanderError.from_wire(metadata["iskander"]["error"])
+            return add_model(IskanderError.from_wire(metadata["iskander"]["error"]), model)
     return chunk.data

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from iskander import clock
 from iskander.client.retry import Attempts, Deadline
-from iskander.client.stream_writer import FLIGHT_ERRORS, CallEndedError
+from iskander.client.stream_writer import CallEndedError
 from iskander.errors import ContractError, IskanderError, ModelMoved
 
 Item: TypeAlias = pa.RecordBatch | tuple[pa.RecordBatch, Mapping[str, Any]]
@@ -30,7 +30,6 @@ Outcome: TypeAlias = pa.RecordBatch | IskanderError
 
 WINDOW_BATCHES = 256
 WINDOW_BYTES = 64 << 20
-CALL_ERRORS = (IskanderError, *FLIGHT_ERRORS)
 _END = object()
 
 
@@ -268,7 +267,7 @@ def _next_outcome(
     """Return the next outcome, _END after the last, or None after a failure and its wait."""
     try:
         return next(outcomes, _END)
-    except CALL_ERRORS as error:
+    except IskanderError as error:
         if window.is_complete:
             return _END  # Only the end of the call failed.
         is_moved = isinstance(error, ModelMoved) and schema is not None

@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyarrow import flight
-
 from iskander import clock
 from iskander.errors import (
     ConfigError,
+    ConnectionFailed,
     DeadlineExceeded,
     DeadlineUnreachable,
     Draining,
     DroppedFromQueue,
     IskanderError,
+    Unauthenticated,
 )
 
 if TYPE_CHECKING:
@@ -36,25 +36,18 @@ _SCHEDULED = (DeadlineUnreachable, DroppedFromQueue)
 """Decisions about one batch by its terms: the same batch, sent later, is later still."""
 
 
-def is_broken_connection(error: BaseException) -> bool:
-    """Whether the connection failed: errors with a detail of the server are `IskanderError`."""
-    return isinstance(error, flight.FlightUnavailableError | flight.FlightInternalError)
-
-
 def is_retryable(error: BaseException) -> bool:
     """Whether the same call may succeed later, or on another gateway."""
-    if isinstance(error, IskanderError):
-        return error.retryable and not isinstance(error, _SCHEDULED)
-    return is_broken_connection(error)
+    if isinstance(error, Unauthenticated):
+        return error.has_new_token
+    if isinstance(error, _SCHEDULED):
+        return False
+    return isinstance(error, IskanderError) and error.retryable
 
 
 def is_gateway_failure(error: BaseException) -> bool:
     """Whether other calls to the same gateway will fail too."""
-    if isinstance(error, IskanderError):  # An action names the failure of its connection.
-        return isinstance(error, Draining) or isinstance(
-            error.__cause__, flight.FlightUnavailableError
-        )
-    return is_broken_connection(error)
+    return isinstance(error, Draining | ConnectionFailed)
 
 
 class Deadline:

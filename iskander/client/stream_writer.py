@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
-from pyarrow import flight
+
+from iskander.client.flight_errors import FLIGHT_ERRORS
 
 if TYPE_CHECKING:
     from iskander.client.shared_memory import Region
 
 JOIN_S = 1.0
-FLIGHT_ERRORS = (flight.FlightError, pa.ArrowException, OSError)
 
 
 class CallEndedError(Exception):

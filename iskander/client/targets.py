@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from iskander import clock
 from iskander.client.retry import is_gateway_failure
-from iskander.errors import ConfigError, IskanderError, NotReady
+from iskander.errors import ConfigError, NotReady
 
 AGE_S = 1800.0
 """Age at which a connection is replaced, so that new nodes behind one name get calls."""
@@ -215,7 +215,8 @@ class Targets:
         with self._changed:
             lease.opened.leases.add(lease)
         is_ready = False
-        with contextlib.suppress(IskanderError):
+        # The caller's token function may raise anything; the next call raises it to the caller.
+        with contextlib.suppress(Exception):
             is_ready = bool(lease.connection.health(PROBE_TIMEOUT_S)["ready"])
         target.probes += 1
         wait_s = min(_PROBE_FIRST_S * 2.0**target.probes, _PROBE_MAX_S)

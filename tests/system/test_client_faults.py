@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import signal
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyarrow import flight
 from support import models
 from support.processes import MIB, Gateway, eventually
 
-from iskander.client import OFF, Client, Retry
-from iskander.errors import ContractError, IskanderError, ModelNotFound, NotReady
+from iskander.auth.tokens import digest
+from iskander.client import OFF, AsyncClient, Client, Retry
+from iskander.errors import (
+    ConnectionFailed,
+    ContractError,
+    IskanderError,
+    ModelNotFound,
+    Unauthenticated,
+)
 
 ROWS = 20_000
 """Above the minimum of shared memory."""
@@ -218,14 +226,14 @@ def test_failures_are_raised_without_retries(gateway: Gateway) -> None:
     got = []
     with client_of([gateway], retry=OFF) as client:
         assert is_right(client.score("ids", batch(5, 3)), 5, 3)
-        with pytest.raises((flight.FlightUnavailableError, flight.FlightInternalError)):
+        with pytest.raises(ConnectionFailed):
             for number, result in enumerate(
                 client.stream("ids", (batch(n, 100) for n in range(1_000_000)))
             ):
                 got.append(is_right(result, number, 100))
                 if number == 20:
                     kill(gateway)
-        with pytest.raises(flight.FlightUnavailableError):
+        with pytest.raises(ConnectionFailed):
             client.score("ids", batch(5, 3))
     assert got and all(got)
 
@@ -235,7 +243,7 @@ def test_stream_without_resume_raises_the_failure(gateway: Gateway) -> None:
         results = client.stream("ids", (batch(n, 100) for n in range(1_000_000)), resume=False)
         assert is_right(next(results), 0, 100)
         kill(gateway)
-        with pytest.raises((flight.FlightUnavailableError, flight.FlightInternalError)):
+        with pytest.raises(ConnectionFailed):
             list(results)
 
 
@@ -247,10 +255,10 @@ def test_gateway_that_stays_away_is_an_error_with_the_number_of_attempts(gateway
             lambda: client.score("ids", batch(0, 3)),
             lambda: list(client.stream("ids", [batch(0, 3)] * 2)),
         ):
-            with pytest.raises((NotReady, flight.FlightUnavailableError)) as caught:
+            with pytest.raises(ConnectionFailed) as caught:
                 call()
             assert caught.value.__notes__ == ["failed after 3 attempts: limit 3 (`attempts`)"]
-        with pytest.raises(NotReady, match="no gateway answers"):
+        with pytest.raises(ConnectionFailed, match="no gateway answers"):
             client.health()
 
 
@@ -314,6 +322,23 @@ def test_streams_and_calls_move_from_a_draining_gateway(pair: list[Gateway]) -> 
     assert other.wait_idle()["lanes"]["ids/1"]["requests"] == 49 + 20
 
 
+def test_flowing_stream_moves_from_a_draining_gateway(pair: list[Gateway]) -> None:
+    """Batches are on their way to the gateway when it begins to drain."""
+    count = 400
+    with client_of(pair, retry=PATIENT, shared_bytes=0) as client:
+        results = client.stream("ids", (batch(n * ROWS, ROWS) for n in range(count)))
+        assert is_right(next(results), 0, ROWS)
+        (draining,) = [each for each in pair if each.stats()["streams"]]
+        (other,) = [each for each in pair if each is not draining]
+        draining.signal(signal.SIGTERM)
+        number = 0
+        for number, result in enumerate(results, start=1):
+            assert is_right(result, number * ROWS, ROWS), number
+        assert number == count - 1
+        assert draining.wait() == 0
+    assert 0 < other.wait_idle()["lanes"]["ids/1"]["requests"] < count
+
+
 @pytest.mark.slow
 def test_call_waits_for_a_gateway_that_drains_and_starts_again(gateway: Gateway) -> None:
     replaced: list[Gateway] = []
@@ -339,3 +364,142 @@ def test_early_end_of_a_resumable_stream_cancels_it_at_the_server(steady: Gatewa
         assert steady.stats()["streams"] == 1
         results.close()  # type: ignore[attr-defined]
         steady.wait_idle()
+
+
+TOKENS = ("isk_" + "first" * 9, "isk_" + "second" * 8)
+
+
+@pytest.fixture(scope="module")
+def protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway that requires a token."""
+    folder = tmp_path_factory.mktemp("protected")
+    write_tokens(folder, datetime.now(UTC) + timedelta(days=1))
+    gateway = Gateway(
+        folder,
+        [{"name": "ids", "path": str(models.row_ids(folder / "ids")), "intra_threads": 1}],
+        workers={"groups": ["0"]},
+        access={"tokens": str(folder / "tokens.toml")},
+    )
+    gateway.token = TOKENS[1]
+    try:
+        yield gateway.start()
+    finally:
+        gateway.end()
+
+
+def write_tokens(folder: Path, first_expires: datetime) -> None:
+    """Write a file in which the first token expires, and the second does not."""
+    expires = f"{first_expires:%Y-%m-%dT%H:%M:%SZ}"
+    entries = [
+        f'[[tokens]]\nname = "{name}"\nsha256 = "{digest(token)}"\n{line}'
+        for name, token, line in zip(
+            ("first", "second"), TOKENS, (f"expires = {expires}\n", ""), strict=True
+        )
+    ]
+    (folder / "tokens.toml").write_text("\n".join(entries))
+
+
+class Login:
+    """Token function of a caller who logs in again when the first token is about to expire."""
+
+    def __init__(self) -> None:
+        self.has_expired = threading.Event()
+        self.calls = 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        return TOKENS[self.has_expired.is_set()]
+
+
+def expire(protected: Gateway) -> None:
+    """Let the first token expire, and wait until the gateway rejects it."""
+    write_tokens(protected.folder, datetime.now(UTC) - timedelta(seconds=1))
+
+    def is_rejected() -> bool:
+        with Client(protected.address, token=TOKENS[0], retry=OFF) as client:
+            try:
+                client.score("ids", batch(0, 1))
+            except Unauthenticated:
+                return True
+        return False
+
+    eventually(is_rejected, what="a rejected token")
+
+
+@pytest.fixture
+def both_valid(protected: Gateway) -> Gateway:
+    """The gateway, with both tokens valid."""
+    write_tokens(protected.folder, datetime.now(UTC) + timedelta(days=1))
+
+    def is_accepted() -> bool:
+        with Client(protected.address, token=TOKENS[0], retry=OFF) as client:
+            try:
+                return is_right(client.score("ids", batch(0, 1)), 0, 1)
+            except Unauthenticated:
+                return False
+
+    eventually(is_accepted, what="an accepted token")
+    return protected
+
+
+def six(go_on: threading.Event) -> Iterator[pa.RecordBatch]:
+    """Three batches, then three more after the token has expired."""
+    yield from (batch(n, 10) for n in range(3))
+    assert go_on.wait(60)
+    yield from (batch(n, 10) for n in range(3, 6))
+
+
+def test_stream_is_resumed_with_the_next_token_after_one_expired(both_valid: Gateway) -> None:
+    login, go_on = Login(), threading.Event()
+    with Client(both_valid.address, token=login, retry=PATIENT) as client:
+        results = client.stream("ids", six(go_on), timeout_s=60.0)
+        for number in range(3):
+            assert is_right(next(results), number, 10)
+        login.has_expired.set()
+        expire(both_valid)
+        go_on.set()
+        for number in range(3, 6):
+            assert is_right(next(results), number, 10)
+        assert next(results, None) is None
+        before = login.calls
+        assert is_right(client.score("ids", batch(7, 10)), 7, 10)
+        assert login.calls > before
+
+
+def test_expired_token_is_an_error_of_stream_and_score_without_retries(
+    both_valid: Gateway,
+) -> None:
+    """Also with a function that returns the same token."""
+    go_on = threading.Event()
+    with Client(both_valid.address, token=TOKENS[0], retry=PATIENT) as client:
+        results = client.stream("ids", six(go_on), timeout_s=60.0)
+        for number in range(3):
+            assert is_right(next(results), number, 10)
+        expire(both_valid)
+        go_on.set()
+        with pytest.raises(Unauthenticated, match="expired or was revoked") as caught:
+            list(results)
+        assert (caught.value.model, caught.value.retryable) == ("ids", False)
+        assert not hasattr(caught.value, "__notes__")
+    for token in (TOKENS[0], lambda: TOKENS[0]):
+        with (
+            Client(both_valid.address, token=token, retry=PATIENT) as client,
+            pytest.raises(Unauthenticated) as caught,
+        ):
+            client.score("ids", batch(0, 3))
+        assert not hasattr(caught.value, "__notes__")
+
+
+def test_score_of_asyncio_uses_the_current_token(both_valid: Gateway) -> None:
+    login = Login()
+
+    async def score() -> None:
+        async with AsyncClient(both_valid.address, token=login, retry=OFF) as client:
+            assert is_right(await client.score("ids", batch(1, 10)), 1, 10)
+            login.has_expired.set()
+            await asyncio.to_thread(expire, both_valid)
+            assert is_right(await client.score("ids", batch(2, 10)), 2, 10)
+            results = client.stream("ids", [batch(3, 10)])
+            assert [is_right(each, 3, 10) async for each in results] == [True]
+
+    asyncio.run(score())

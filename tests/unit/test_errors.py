@@ -50,6 +50,7 @@ CODES = {
     "poisoned": (errors.PoisonedRequest, "model", False, "INTERNAL", None),
     "model_quarantined": (errors.ModelQuarantined, "model", True, "UNAVAILABLE", None),
     "not_ready": (errors.NotReady, "operator", True, "UNAVAILABLE", None),
+    "connection_failed": (errors.ConnectionFailed, "operator", True, "UNAVAILABLE", None),
     "draining": (errors.Draining, "nobody", True, "UNAVAILABLE", None),
     "execution_failed": (errors.ExecutionFailed, "model", False, "INTERNAL", None),
     "manifest": (errors.ManifestError, "operator", False, "FAILED_PRECONDITION", None),
@@ -79,6 +80,7 @@ HTTP = {
     "cancelled": 499,
     "model_quarantined": 503,
     "not_ready": 503,
+    "connection_failed": 503,
     "draining": 503,
 }
 """All other codes have HTTP status 500."""

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 import pytest
-from pyarrow import flight
 
 from iskander.client import AsyncClient, aio, aio_stream, cancellation
 from iskander.errors import (
@@ -54,7 +53,7 @@ class Reader:
     def read(self) -> None:
         assert self._go_on.wait(WITHIN_S)
         if self.is_cancelled:
-            raise flight.FlightCancelledError("cancelled")
+            raise Cancelled("cancelled")
 
 
 class FakeClient:

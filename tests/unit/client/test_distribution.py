@@ -11,6 +11,8 @@ from support import client_copy
 
 CLIENT = client_copy.build_client()
 THIRD_PARTY = {"pyarrow", "stamina", "numpy"}
+OPTIONAL = {"opentelemetry"}
+"""Imported only if the caller has imported it."""
 SERVER_ONLY = {"iskander.client.shared_memory", "iskander.control.shared_regions"}
 """Late imports of modules that the distribution lacks: shared memory needs msgspec and memfd."""
 LOADED = """
@@ -26,7 +28,7 @@ def test_third_party_imports_are_the_dependencies_and_numpy() -> None:
         for module in CLIENT.imports(name, includes_late=True)
     }
 
-    assert used - sys.stdlib_module_names - {"iskander"} <= THIRD_PARTY
+    assert used - sys.stdlib_module_names - {"iskander"} <= THIRD_PARTY | OPTIONAL
 
 
 def test_imports_of_the_server_are_only_those_of_shared_memory() -> None:

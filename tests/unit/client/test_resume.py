@@ -18,6 +18,7 @@ from iskander.client.retry import OFF, Attempts, Deadline, Retry, RetryBudget
 from iskander.client.stream_writer import CallEndedError
 from iskander.clock import NS_PER_MS
 from iskander.errors import (
+    ConnectionFailed,
     ContractError,
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -28,7 +29,8 @@ from iskander.errors import (
 
 JOIN_S = 10.0
 AT_ONCE = Retry(first_wait_s=0.0, jitter_s=0.0)
-BROKEN = flight.FlightUnavailableError("connection reset")
+BROKEN = ConnectionFailed("connection reset")
+RAW = flight.FlightUnavailableError("connection reset")
 
 
 def batch(number: int) -> pa.RecordBatch:
@@ -176,7 +178,7 @@ def test_other_errors_end_the_stream_after_the_earlier_results(error: Exception)
 
 def test_disabled_retries_raise_the_first_failure() -> None:
     script, results = Script([(1, BROKEN)]), []
-    with pytest.raises(flight.FlightUnavailableError):
+    with pytest.raises(ConnectionFailed):
         for result in run(script, map(batch, range(3)), retry=OFF):
             results.append(result)
     assert numbers(results) == [0]
@@ -194,7 +196,7 @@ def test_in_band_errors_are_outcomes_and_not_sent_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("bad row"), BROKEN, QueueFull("x")], ids=["value", "flight", "retryable"]
+    "error", [ValueError("bad row"), RAW, QueueFull("x")], ids=["value", "flight", "retryable"]
 )
 def test_error_of_the_feed_is_raised_and_not_retried(error: Exception) -> None:
     """A feed that reads from another server may raise the errors of a broken connection."""

@@ -18,6 +18,7 @@ from iskander.client.retry import (
 from iskander.clock import NS_PER_S
 from iskander.errors import (
     ConfigError,
+    ConnectionFailed,
     ContractError,
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -25,6 +26,7 @@ from iskander.errors import (
     DroppedFromQueue,
     NotReady,
     QueueFull,
+    Unauthenticated,
 )
 
 STEADY = Retry(first_wait_s=0.1, wait_max_s=1.0, jitter_s=0.0)
@@ -73,6 +75,12 @@ def fail_until_raised(attempts: Attempts, error: Exception) -> int:
     raise AssertionError("the attempts do not end")
 
 
+def renewed() -> Unauthenticated:
+    error = Unauthenticated("expired")
+    error.has_new_token = True
+    return error
+
+
 def notes_of(error: Exception) -> list[str]:
     return list(getattr(error, "__notes__", []))
 
@@ -83,14 +91,14 @@ def notes_of(error: Exception) -> list[str]:
         (NotReady("x"), True),
         (QueueFull("x"), True),
         (Draining("x"), True),
-        (flight.FlightUnavailableError("x"), True),
-        (flight.FlightInternalError("x"), True),
+        (ConnectionFailed("x"), True),
+        (Unauthenticated("x"), False),
+        (renewed(), True),
         (ContractError("x"), False),
         (DeadlineExceeded("x"), False),
         (DeadlineUnreachable("x"), False),
         (DroppedFromQueue("x"), False),
-        (flight.FlightServerError("x"), False),
-        (flight.FlightCancelledError("x"), False),
+        (flight.FlightUnavailableError("of the caller's feed"), False),
         (ValueError("x"), False),
     ],
     ids=lambda value: type(value).__name__,
@@ -100,14 +108,16 @@ def test_retryable_errors(error: Exception, is_expected: bool) -> None:
 
 
 def test_gateway_failures_are_broken_connections_and_drains() -> None:
-    assert is_gateway_failure(flight.FlightUnavailableError("x"))
+    assert is_gateway_failure(ConnectionFailed("x"))
     assert is_gateway_failure(Draining("x"))
-    assert not is_gateway_failure(QueueFull("x"))
+    full = QueueFull("x")
+    full.__cause__ = flight.FlightUnavailableError("its status")
+    assert not is_gateway_failure(full)
     assert not is_gateway_failure(NotReady("x"))
 
 
 def test_waits_double_up_to_the_maximum_and_the_last_error_has_a_note(clock: FakeClock) -> None:
-    error = flight.FlightUnavailableError("connection refused")
+    error = ConnectionFailed("connection refused")
     assert fail_until_raised(attempts_of(clock), error) == 6
     assert clock.waits == [0.1, 0.2, 0.4, 0.8, 1.0]
     assert notes_of(error) == ["failed after 6 attempts: limit 6 (`attempts`)"]

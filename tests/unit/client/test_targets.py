@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pyarrow import flight
 
 from iskander.client import targets as module
 from iskander.client.targets import Address, Lease, Route, Targets
 from iskander.clock import NS_PER_S
-from iskander.errors import ConfigError, Draining, NotReady, QueueFull
+from iskander.errors import ConfigError, ConnectionFailed, Draining, NotReady, QueueFull
 
-BROKEN = flight.FlightUnavailableError("connection refused")
+BROKEN = ConnectionFailed("connection refused")
 
 
 class FakeConnection:
@@ -136,6 +135,19 @@ def test_target_is_left_after_a_failure_until_a_probe_finds_it_ready(
     assert 0.16 <= waits[1] <= 0.24
     assert 0.32 <= waits[2] <= 0.48
     assert failed in counts(targets, 1, 40)
+
+
+def test_probes_go_on_after_an_error_of_the_callers_token_function(world: World) -> None:
+    targets = world.targets("a:1", "b:1")
+    lease = targets.pick(1)
+    world.script[address_of(lease)] += [OSError("no token"), True]
+    targets.release(lease, BROKEN)
+    count = 0
+    while (wait_s := targets.tend()) is not None:
+        count += 1
+        world.advance(wait_s)
+    assert count == 2
+    assert address_of(lease) in counts(targets, 1, 40)
 
 
 def test_waits_between_probes_are_bounded(world: World) -> None:

@@ -1,0 +1,77 @@
+"""Named errors for errors of pyarrow.flight that have no detail of a gateway.
+
+They are failures of the connection, statuses of a proxy, and the client's own timeouts.
+
+Runs on: the caller's threads. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import pyarrow as pa
+from pyarrow import flight
+
+from iskander.errors import (
+    Cancelled,
+    ConnectionFailed,
+    DeadlineExceeded,
+    IskanderError,
+    ModelNotFound,
+    Overloaded,
+    PermissionDenied,
+    ProtocolError,
+    Unauthenticated,
+    Unsupported,
+)
+
+ErrorT = TypeVar("ErrorT", bound=IskanderError)
+
+FLIGHT_ERRORS = (flight.FlightError, pa.ArrowException, OSError)
+
+_KINDS: tuple[tuple[type[Exception], type[IskanderError], str], ...] = (
+    (flight.FlightTimedOutError, DeadlineExceeded, "the call's deadline has passed"),
+    (pa.ArrowCancelled, Cancelled, "the call was cancelled: {text}"),  # Also FlightCancelledError.
+    (flight.FlightUnauthenticatedError, Unauthenticated, "{address} rejected the token: {text}"),
+    (flight.FlightUnauthorizedError, PermissionDenied, "{address} rejected the call: {text}"),
+    (flight.FlightUnavailableError, ConnectionFailed, "the connection to {address} failed: {text}"),
+    (flight.FlightInternalError, ConnectionFailed, "the connection to {address} failed: {text}"),
+    (flight.FlightError, IskanderError, "the call failed at {address}: {text}"),
+    (pa.ArrowKeyError, ModelNotFound, "{address} has no such model or action: {text}"),
+    (pa.ArrowNotImplementedError, Unsupported, "{address} does not have this call: {text}"),
+    (Exception, ProtocolError, "{address} is no gateway, or of another version: {text}"),
+)
+"""Named error and its text for each class; the first one counts.
+
+A reset connection is a `FlightInternalError`; so are the statuses ABORTED and DATA_LOSS.
+"""
+_NOT_CONNECTED = ("failed to connect", "errors resolving", "empty address list")
+"""Texts of gRPC for a call that reached no gateway; the connections of others failed later."""
+_EXHAUSTED = "gRPC returned resource exhausted error"
+"""Text of pyarrow for RESOURCE_EXHAUSTED, which is an `ArrowInvalid`."""
+_PREFIX = re.compile(r"\A(?:Unknown: )?(?:Flight|gRPC) [a-zA-Z -]+,? (?:with )?message: ")
+_SUFFIX = re.compile(r"(\. (Detail|gRPC client debug context|Client context): |\n).*", re.S)
+
+
+def to_named(error: Exception, address: str) -> IskanderError:
+    """Convert an error of a call to `address`, one of `FLIGHT_ERRORS`."""
+    text = text_of(error)
+    if _EXHAUSTED in str(error):
+        return Overloaded(f"{address} is at a limit: {text}")
+    _, kind, form = next(named for named in _KINDS if isinstance(error, named[0]))
+    if kind is ConnectionFailed and any(each in text for each in _NOT_CONNECTED):
+        form = "no gateway answers at {address}: {text}"
+    return kind(form.format(address=address, text=text))
+
+
+def text_of(error: Exception) -> str:
+    """Return the message of an error without the additions of pyarrow and gRPC."""
+    text = str(error.args[0] if error.args else error)
+    return _SUFFIX.sub("", _PREFIX.sub("", text))
+
+
+def add_model(error: ErrorT, model: str) -> ErrorT:
+    """Set the model of an error that has none."""
+    error.fields.setdefault("model", model)
+    return error
