@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.contract.tensors import Contract, require_output_space
+from iskander.contract.tensors import require_output_space
 from iskander.control.messages import Load, Loaded, LoadFailed, Unload, Unloaded, encode
 from iskander.errors import IskanderError, ManifestError
 from iskander.scheduling.lane import Lane
