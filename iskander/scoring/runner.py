@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import pyarrow as pa
 
@@ -100,6 +100,16 @@ class Stop:
         return self._count > 1
 
 
+class RunningUnit(Protocol):
+    """One run of a unit."""
+
+    def run(self) -> tuple[Staged, Finished]:
+        """Score the unit and stage its results; called once, from a thread of the job."""
+
+    def cancel(self) -> None:
+        """End `run` with an error soon; called from another thread."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """What a job runs with.
@@ -114,6 +124,7 @@ class Parts:
         progress: Receives counts of rows.
         stop: Request to stop.
         lost: Returns an error if the server has ended for good.
+        open_unit: Opens the run of a unit, here or in another process.
     """
 
     job: Job
@@ -125,6 +136,7 @@ class Parts:
     progress: Progress = field(default_factory=NoProgress)
     stop: Stop = field(default_factory=Stop)
     lost: Callable[[], IskanderError | None] = lambda: None
+    open_unit: Callable[[Shared, Unit], RunningUnit] = UnitRun
 
 
 class Runner:
@@ -146,7 +158,7 @@ class Runner:
         self._started_ns = self._progress_ns = clock.now_ns()
         self._changed = threading.Condition()
         self._todo: deque[Unit] = deque()
-        self._running: dict[int, UnitRun] = {}
+        self._running: dict[int, RunningUnit] = {}
         self._error: Exception | None = None
 
     def run(self) -> Report:
@@ -251,7 +263,7 @@ class Runner:
             job=job,
             planned=parts.planned,
             source=parts.source,
-            sink=sink,
+            stager=sink.stager(),
             client=parts.client,
             counters=self._counters,
             budget=ErrorBudget(count=self._counters.rejected),
@@ -343,7 +355,7 @@ class Runner:
                     self._changed.notify_all()
                     return
                 unit = self._todo.popleft()
-                each = self._running[unit.index] = UnitRun(shared, unit)
+                each = self._running[unit.index] = self._parts.open_unit(shared, unit)
             try:
                 staged, finished = each.run()
                 self._require_model(unit)

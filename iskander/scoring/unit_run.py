@@ -1,6 +1,6 @@
 """One unit of a job: it is read, scored and staged by three threads with bounded queues.
 
-    source -> reader -> Flow -> stream of the client -> Flow -> sink.stage
+    source -> reader -> Flow -> stream of the client -> Flow -> stager
 
 Only columns that the model needs are sent; kept columns join their results here.
 
@@ -33,7 +33,7 @@ from iskander.scoring.rows import (
     QuarantineWriter,
     RowPolicy,
 )
-from iskander.scoring.sinks import Sink
+from iskander.scoring.sinks import Stager
 from iskander.scoring.sinks.writing import Staged
 from iskander.scoring.sources import Source
 
@@ -76,7 +76,7 @@ class Shared:
         job: The job.
         planned: Its plan.
         source: Its input.
-        sink: Its output.
+        stager: Writes units.
         client: Client of the server.
         counters: Sums of the job.
         budget: Rejected rows that the job still permits.
@@ -87,7 +87,7 @@ class Shared:
     job: Job
     planned: Planned
     source: Source
-    sink: Sink
+    stager: Stager
     client: ScoringClient
     counters: Counters
     budget: ErrorBudget
@@ -141,7 +141,7 @@ class UnitRun:
         started_ns = clock.now_ns()
         is_staged = False
         try:
-            staged = shared.sink.stage(unit, self._written())
+            staged = shared.stager.stage(unit, self._written())
             is_staged = True
         finally:
             if not is_staged:

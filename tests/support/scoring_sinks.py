@@ -78,7 +78,7 @@ def run(
         found = sink.recover(each, journal[each.index]) if each.index in journal else None
         if found is None:
             batch = rows_of(each.index, rows).select(schema.names)
-            found = sink.stage(each, cut(batch, cut_rows))
+            found = sink.stager().stage(each, cut(batch, cut_rows))
             journal[each.index] = Finished(
                 index=each.index,
                 name=each.name,

@@ -22,12 +22,28 @@ DELTA = "delta://"
 ICEBERG = "iceberg://"
 
 
+class Stager(Protocol):
+    """The part of a sink that writes units; several threads use it."""
+
+    def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
+        """Write the results of a unit, invisible to readers; they are on disk when this returns.
+
+        Staging a unit again replaces it. Equal rows give equal bytes, whatever the batches are.
+        Errors of the iterator pass through, and nothing of the unit remains.
+
+        Raises:
+            OutputError: The system rejects to write.
+            ContractError: A batch does not fit the schema of `prepare`.
+            Cancelled: `abort` was called.
+        """
+
+
 class Sink(Protocol):
     """An output that shows either none or all results of a job.
 
-    A job calls `prepare`; `recover` for each unit of its journal and `stage` for each other unit;
-    `commit`; then it removes the journal; then `finish`. After a crash between any two of them the
-    next run repeats them from `prepare`. Only `stage` is called from several threads.
+    A job calls `prepare`; `recover` for each unit of its journal and `stager().stage` for each
+    other unit; `commit`; then it removes the journal; then `finish`. After a crash between any two
+    of them the next run repeats them from `prepare`. Only `stage` is called from several threads.
     """
 
     @property
@@ -74,16 +90,10 @@ class Sink(Protocol):
             Unsupported: The format has no type for a column.
         """
 
-    def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
-        """Write the results of a unit, invisible to readers; they are on disk when this returns.
+    def stager(self) -> Stager:
+        """Return the part that writes units, after `prepare`.
 
-        Staging a unit again replaces it. Equal rows give equal bytes, whatever the batches are.
-        Errors of the iterator pass through, and nothing of the unit remains.
-
-        Raises:
-            OutputError: The system rejects to write.
-            ContractError: A batch does not fit the schema of `prepare`.
-            Cancelled: `abort` was called.
+        That of a resumable sink can be pickled, for processes that have the same storage.
         """
 
     def recover(self, unit: Unit, finished: Finished) -> Staged | None:

@@ -10,7 +10,7 @@ Runs in: the operator's tool; only `stage` is called from several threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -83,13 +83,15 @@ class StagedSink(ABC):
         )
         if not is_begun and self._prefix is not None:
             check_others(self._staging, self._prefix, is_restart=self._job.restart)
-        if not is_known:
+        if is_known:
+            self._staging.remove_partial()
+        else:
             self._staging.remove()
             record.save(**values)
 
-    def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
-        """Write a unit; see `Sink.stage`."""
-        return self._ready().stage(unit, batches)
+    def stager(self) -> Staging:
+        """Return the staged units; see `Sink.stager`."""
+        return self._ready()
 
     def recover(self, unit: Unit, finished: Finished) -> Staged | None:
         """Find a unit of an earlier run; see `Sink.recover`."""

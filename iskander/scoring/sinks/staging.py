@@ -9,13 +9,14 @@ Runs in: the operator's tool; `stage` may be called from several threads, each w
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,6 +34,7 @@ from iskander.scoring.sinks.writing import Layout, Staged, UnitWriter
 
 JOINED: Final = "joined"
 """Folder of the files that a commit makes of all units."""
+PARTIAL: Final = ".partial"
 SORT: Final = "sort"
 """Folder of the temporary files of a sort, in the state folder."""
 ABORT_S: Final = 10.0
@@ -85,9 +87,22 @@ class Staging:
                 file_bytes=None,
                 metadata={},
             )
+        self._reset()
+
+    def _reset(self) -> None:
+        """Begin without writers, under a name of partial units that no other process uses."""
+        self._token = secrets.token_hex(4)
         self._changed = threading.Condition()
         self._writing = 0
         self._is_aborted = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Attributes for another process, which writes units of the same job."""
+        return {name: value for name, value in vars(self).items() if name != "_changed"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reset()
 
     def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
         """Write a unit.
@@ -157,6 +172,13 @@ class Staging:
             self.storage.filesystem.open_input_file(path) as file,
         ):
             return int(pq.read_metadata(file).num_rows)
+
+    def remove_partial(self) -> None:
+        """Delete what processes that were killed wrote of units."""
+        with writing(self.folder, failure="cannot delete"):
+            for name in self.storage.names(self.folder):
+                if name.endswith(PARTIAL):
+                    self.storage.remove_folder(f"{self.folder}/{name}")
 
     def remove(self) -> None:
         """Delete all staged units, and the temporary files of a sort."""
@@ -229,7 +251,8 @@ class Staging:
         is_empty: bool = False,
     ) -> Staged:
         target = f"{self.folder}/{folder}"
-        partial = self.storage.partial(target)
+        # The store of objects publishes each file as a whole.
+        partial = f"{target}.{self._token}{PARTIAL}" if self.storage.is_local else target
         with self._active(target):
             self.storage.remove_folder(partial)
         try:
@@ -241,7 +264,7 @@ class Staging:
                     files = writer.finish()
                     if is_empty:
                         writer.write_empty()
-                    self.storage.publish(target)
+                    self.storage.publish(partial, target)
         except Exception:
             # Space for the next attempt. An object store creates the folder around a deleted one.
             with suppress(OSError):

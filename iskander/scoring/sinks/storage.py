@@ -176,15 +176,10 @@ class Storage:
         if self.is_local:
             self._replace(partial, path)
 
-    def partial(self, folder: str) -> str:
-        """Path to write a folder at before `publish`."""
-        return folder + ".partial" if self.is_local else folder
-
-    def publish(self, folder: str) -> None:
-        """Give a folder that is complete its final name; object stores have nothing to do."""
-        if not self.is_local:
+    def publish(self, partial: str, folder: str) -> None:
+        """Give a folder that is complete its final name; an object store has it already."""
+        if partial == folder:
             return
-        partial = self.partial(folder)
         os.makedirs(partial, exist_ok=True)
         for base, _, _ in os.walk(partial, topdown=False):
             sync_folder(base)

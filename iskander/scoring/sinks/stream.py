@@ -71,8 +71,12 @@ class StreamSink:
                 options=pa.ipc.IpcWriteOptions(compression=codec),
             )
 
+    def stager(self) -> StreamSink:
+        """Return this sink; see `Sink.stager`."""
+        return self
+
     def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
-        """Write a unit after the units before it; see `Sink.stage`.
+        """Write a unit after the units before it; see `Stager.stage`.
 
         A unit that failed cannot be staged again, because a part of it was written.
 

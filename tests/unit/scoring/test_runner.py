@@ -106,6 +106,9 @@ class ScriptedSink:
         if self.error is not None:
             raise self.error
 
+    def stager(self) -> ScriptedSink:
+        return self
+
     def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
         rows = [row for batch in batches for row in batch.to_pylist()]
         self.rows[unit.index] = rows

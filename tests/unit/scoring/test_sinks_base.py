@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as pads
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
@@ -26,6 +28,7 @@ from iskander.scoring.errors import JobConflict
 from iskander.scoring.job import Job
 from iskander.scoring.sinks import Sink, open_sink
 from iskander.scoring.sinks.errors import OutputError
+from iskander.scoring.sinks.files import FileSink
 from iskander.scoring.sinks.iceberg import IcebergSink
 from iskander.scoring.sinks.storage import Record, Storage
 
@@ -118,7 +121,7 @@ def test_stopped_commit_leaves_all_as_it_was_and_is_resumed(place: Place) -> Non
     journal: dict[int, Any] = {}
     sink = place.sink()
     sink.prepare(plan, SCHEMA, is_resumed=False)
-    staged = [sink.stage(each, iter([rows_of(each.index, 50)])) for each in plan.units]
+    staged = [sink.stager().stage(each, iter([rows_of(each.index, 50)])) for each in plan.units]
     before = place.files()
     number = stops = 0
     while True:
@@ -165,7 +168,7 @@ def test_abort_after_a_stopped_commit_leaves_nothing(place: Place) -> None:
                 raise Stopped
 
         if calls is not None:
-            staged = [sink.stage(plan.units[0], iter([rows_of(0, 50)]))]
+            staged = [sink.stager().stage(plan.units[0], iter([rows_of(0, 50)]))]
             with pytest.raises(Stopped):
                 sink.commit(plan, staged, check=check)
         sink.abort()
@@ -191,7 +194,7 @@ def test_abort_ends_units_in_other_threads(place: Place) -> None:
 
     def stage() -> None:
         try:
-            sink.stage(plan.units[0], batches())
+            sink.stager().stage(plan.units[0], batches())
         except Cancelled as error:
             errors.append(error)
 
@@ -203,7 +206,7 @@ def test_abort_ends_units_in_other_threads(place: Place) -> None:
     thread.join(30)
     assert len(errors) == 1
     with pytest.raises(Cancelled, match="aborted"):
-        sink.stage(plan.units[1], iter([rows_of(1, 10)]))
+        sink.stager().stage(plan.units[1], iter([rows_of(1, 10)]))
     assert place.files() == {}
 
 
@@ -230,7 +233,7 @@ def test_abort_waits_for_a_unit_that_is_written(
     monkeypatch.setattr(Storage, "publish", slow)
     monkeypatch.setattr(changed, "wait_for", observed)
     words = (plan.units[0], iter([rows_of(0, 10)]))
-    thread = threading.Thread(target=sink.stage, args=words)
+    thread = threading.Thread(target=sink.stager().stage, args=words)
     thread.start()
     assert writes.wait(30)
     sink.abort()
@@ -372,7 +375,7 @@ def test_errors_of_a_catalog_are_named(place: Place, monkeypatch: pytest.MonkeyP
     plan = a_plan(1)
     sink = place.sink()
     sink.prepare(plan, SCHEMA, is_resumed=False)
-    staged = [sink.stage(plan.units[0], iter([rows_of(0, 10)]))]
+    staged = [sink.stager().stage(plan.units[0], iter([rows_of(0, 10)]))]
 
     def failing(error: Exception) -> Callable[..., Any]:
         def raised(*_: Any, **__: Any) -> None:
@@ -409,3 +412,32 @@ def test_errors_of_a_log_are_named(place: Place, monkeypatch: pytest.MonkeyPatch
     ):
         with pytest.raises(OutputError, match=r"t: cannot read the log: torn checkpoint"):
             each()
+
+
+def test_stager_writes_units_in_another_process(tmp_path: Path) -> None:
+    """Two processes may write a unit at the same time, if one is thought to be dead."""
+    plan = a_plan(2)
+    sink = FileSink(a_job(tmp_path / "out", tmp_path / "s"))
+    sink.prepare(plan, SCHEMA, is_resumed=False)
+    other = pickle.loads(pickle.dumps(sink.stager()))  # noqa: S301
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield rows_of(0, 10)
+        other.stage(plan.units[0], iter([rows_of(0, 10)]))
+
+    staged = [sink.stager().stage(plan.units[0], batches())]
+    staged.append(other.stage(plan.units[1], iter([rows_of(1, 10)])))
+    sink.commit(plan, staged)
+    assert pq.read_table(tmp_path / "out").num_rows == 20
+
+
+def test_partial_units_of_killed_processes_are_deleted_at_a_resume(tmp_path: Path) -> None:
+    plan = a_plan(1)
+    sink = FileSink(a_job(tmp_path / "out", tmp_path / "s"))
+    sink.prepare(plan, SCHEMA, is_resumed=False)
+    left = Path(sink.stager().folder) / "part-00000.1234.partial" / "file"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    again = FileSink(a_job(tmp_path / "out", tmp_path / "s"))
+    again.prepare(plan, SCHEMA, is_resumed=True)
+    assert not left.parent.exists()

@@ -135,7 +135,7 @@ def test_table_that_appears_during_the_job_is_unchanged(tmp_path: Path) -> None:
     plan = a_plan(1)
     sink = open_sink(job_for(tmp_path))
     sink.prepare(plan, SCHEMA, is_resumed=False)
-    staged = [sink.stage(plan.units[0], iter([rows_of(0)]))]
+    staged = [sink.stager().stage(plan.units[0], iter([rows_of(0)]))]
     write_deltalake(tmp_path / "out", rows_of(5, 7))
     with pytest.raises(OutputExists):
         sink.commit(plan, staged)
@@ -205,7 +205,7 @@ def test_types_of_other_widths_are_converted_without_loss(tmp_path: Path) -> Non
     plan = a_plan(1)
     sink = open_sink(job_for(tmp_path))
     sink.prepare(plan, batch.schema, is_resumed=False)
-    sink.commit(plan, [sink.stage(plan.units[0], iter([batch]))])
+    sink.commit(plan, [sink.stager().stage(plan.units[0], iter([batch]))])
     found = DeltaTable(tmp_path / "out").to_pyarrow_table().to_pylist()[0]
     assert (found["u"], found["h"], found["v"], found["d"]) == (255, 1.5, [1.0, 2.0], "x")
 
@@ -219,7 +219,7 @@ def test_column_without_a_type_is_rejected(tmp_path: Path) -> None:
 def test_staged_units_of_another_job_are_rejected(tmp_path: Path) -> None:
     sink = open_sink(job_for(tmp_path))
     sink.prepare(a_plan(), SCHEMA, is_resumed=False)
-    sink.stage(a_plan().units[0], iter([rows_of(0)]))
+    sink.stager().stage(a_plan().units[0], iter([rows_of(0)]))
     other = open_sink(job_for(tmp_path))
     with pytest.raises(JobConflict):
         other.prepare(a_plan(text="second"), SCHEMA, is_resumed=False)

@@ -361,8 +361,8 @@ def test_unit_without_rows_makes_no_file(tmp_path: Path) -> None:
     plan = a_plan(2)
     sink = open_sink(a_job(tmp_path / "out", tmp_path / "s"))
     sink.prepare(plan, SCHEMA, is_resumed=False)
-    staged = [sink.stage(plan.units[0], iter([rows_of(0, 0)]))]
-    staged.append(sink.stage(plan.units[1], iter([rows_of(1, 5)])))
+    staged = [sink.stager().stage(plan.units[0], iter([rows_of(0, 0)]))]
+    staged.append(sink.stager().stage(plan.units[1], iter([rows_of(1, 5)])))
     sink.commit(plan, staged)
     sink.finish()
     assert [each.rows for each in staged] == [0, 5]
@@ -385,7 +385,7 @@ def test_output_that_appears_during_the_job_is_not_replaced(tmp_path: Path, name
     plan = a_plan(1)
     sink = open_sink(a_job(tmp_path / name, tmp_path / "s"))
     sink.prepare(plan, SCHEMA, is_resumed=False)
-    staged = [sink.stage(plan.units[0], iter([rows_of(0)]))]
+    staged = [sink.stager().stage(plan.units[0], iter([rows_of(0)]))]
     other = tmp_path / name if "." in name else tmp_path / name / "other.parquet"
     other.write_text("mine")
     with pytest.raises(OutputExists):
@@ -444,7 +444,7 @@ def test_replace_of_one_file(tmp_path: Path) -> None:
 def test_staged_units_of_another_job_are_rejected_unless_restart(tmp_path: Path) -> None:
     sink = open_sink(a_job(tmp_path / "out", tmp_path / "s"))
     sink.prepare(a_plan(), SCHEMA, is_resumed=False)
-    sink.stage(a_plan().units[0], iter([rows_of(0)]))
+    sink.stager().stage(a_plan().units[0], iter([rows_of(0)]))
     other = open_sink(a_job(tmp_path / "out", tmp_path / "s2"))
     with pytest.raises(JobConflict, match="another job"):
         other.prepare(a_plan(text="second"), SCHEMA, is_resumed=False)
@@ -457,8 +457,8 @@ def test_new_run_does_not_use_the_staged_units_of_an_earlier_one(tmp_path: Path)
     plan = a_plan(2)
     sink = open_sink(a_job(tmp_path / "out", tmp_path / "s"))
     sink.prepare(plan, SCHEMA, is_resumed=False)
-    sink.stage(plan.units[0], iter([rows_of(7)]))
-    sink.stage(plan.units[1], iter([rows_of(7)]))
+    sink.stager().stage(plan.units[0], iter([rows_of(7)]))
+    sink.stager().stage(plan.units[1], iter([rows_of(7)]))
     run(a_job(tmp_path / "out", tmp_path / "s"), plan)
     assert pads.dataset(tmp_path / "out").to_table().equals(ALL.slice(0, 2000))
 
@@ -469,7 +469,7 @@ def test_lost_unit_is_not_recovered_and_not_committed(tmp_path: Path) -> None:
     job = a_job(tmp_path / "out", tmp_path / "s")
     sink = open_sink(job)
     sink.prepare(plan, SCHEMA, is_resumed=False)
-    staged = sink.stage(plan.units[0], iter([rows_of(0)]))
+    staged = sink.stager().stage(plan.units[0], iter([rows_of(0)]))
     assert Path(staged.path).is_dir() and staged.rows == 1000
     next(Path(staged.path).glob("*.parquet")).unlink()
     with pytest.raises(OutputError, match="lost"):
@@ -483,7 +483,7 @@ def test_abort_leaves_nothing(tmp_path: Path) -> None:
     for name in ("out", "out.parquet"):
         sink = open_sink(a_job(tmp_path / name, tmp_path / "s"))
         sink.prepare(a_plan(), SCHEMA, is_resumed=False)
-        sink.stage(a_plan().units[0], iter([rows_of(0)]))
+        sink.stager().stage(a_plan().units[0], iter([rows_of(0)]))
         sink.abort()
     assert list(tmp_path.iterdir()) == []
 
@@ -498,7 +498,7 @@ def test_failed_iterator_leaves_no_unit_and_passes_its_error(tmp_path: Path) -> 
         raise OSError("of the network")
 
     with pytest.raises(OSError, match="of the network"):
-        sink.stage(plan.units[0], failing())
+        sink.stager().stage(plan.units[0], failing())
     assert not list((tmp_path / "out").rglob("*.parquet"))
 
 
@@ -507,10 +507,10 @@ def test_batch_with_other_columns_is_rejected(tmp_path: Path) -> None:
     sink = open_sink(a_job(tmp_path / "out", tmp_path / "s"))
     sink.prepare(plan, SCHEMA, is_resumed=False)
     with pytest.raises(ContractError, match="columns"):
-        sink.stage(plan.units[0], iter([rows_of(0).select(["id"])]))
+        sink.stager().stage(plan.units[0], iter([rows_of(0).select(["id"])]))
     text = rows_of(0).set_column(3, "score", pa.array(["x"] * 1000))
     with pytest.raises(ContractError, match="'score'"):
-        sink.stage(plan.units[0], iter([text]))
+        sink.stager().stage(plan.units[0], iter([text]))
 
 
 def test_units_of_several_threads_are_all_committed(tmp_path: Path) -> None:
@@ -520,7 +520,7 @@ def test_units_of_several_threads_are_all_committed(tmp_path: Path) -> None:
     staged: dict[int, Any] = {}
 
     def stage(index: int) -> None:
-        staged[index] = sink.stage(plan.units[index], cut(rows_of(index), 100))
+        staged[index] = sink.stager().stage(plan.units[index], cut(rows_of(index), 100))
 
     threads = [threading.Thread(target=stage, args=(i,)) for i in range(8)]
     for thread in threads:
@@ -604,7 +604,7 @@ def test_folder_without_permission_is_named(tmp_path: Path) -> None:
     sink = open_sink(a_job(tmp_path / "file" / "out", tmp_path / "s"))
     sink.prepare(a_plan(), SCHEMA, is_resumed=False)
     with pytest.raises(OutputError, match="file/out"):
-        sink.stage(a_plan().units[0], iter([rows_of(0)]))
+        sink.stager().stage(a_plan().units[0], iter([rows_of(0)]))
 
 
 @pytest.mark.parametrize(
@@ -669,7 +669,7 @@ def test_nested_and_dictionary_columns_have_equal_bytes(tmp_path: Path) -> None:
             path = tmp_path / f"{index}.{ending}"
             sink = open_sink(a_job(path, tmp_path / "s"))
             sink.prepare(plan, batch.schema, is_resumed=False)
-            sink.commit(plan, [sink.stage(plan.units[0], cut(each, rows))])
+            sink.commit(plan, [sink.stager().stage(plan.units[0], cut(each, rows))])
             sink.finish()
             found.append(path.read_bytes())
         assert found[0] == found[1] == found[2], ending
@@ -752,7 +752,7 @@ def test_abort_in_an_object_store_leaves_nothing_for_the_next_job(
         yield rows_of(0)
 
     with pytest.raises(Cancelled):
-        sink.stage(a_plan().units[0], batches())
+        sink.stager().stage(a_plan().units[0], batches())
     assert sink._storage.names(sink._path) == []
     assert not (tmp_path / "s").exists()
     run(job, a_plan(text="second"), rows=10)

@@ -62,7 +62,7 @@ def test_new_table_has_all_rows_one_snapshot_and_the_origin(
 def test_table_is_invisible_before_the_commit(tmp_path: Path, catalog: SqlCatalog) -> None:
     sink = IcebergSink(job_for(tmp_path), catalog)
     sink.prepare(a_plan(), SCHEMA, is_resumed=False)
-    sink.stage(a_plan().units[0], iter([rows_of(0)]))
+    sink.stager().stage(a_plan().units[0], iter([rows_of(0)]))
     assert not catalog.table_exists("ns.out")
     sink.abort()
     assert not list((tmp_path / "house").rglob("*.parquet"))
@@ -179,7 +179,7 @@ def test_table_that_appears_during_the_job_is_unchanged(
     plan = a_plan(1)
     sink = IcebergSink(job_for(tmp_path), catalog)
     sink.prepare(plan, SCHEMA, is_resumed=False)
-    staged = [sink.stage(plan.units[0], iter([rows_of(0)]))]
+    staged = [sink.stager().stage(plan.units[0], iter([rows_of(0)]))]
     catalog.create_table("ns.out", SCHEMA)
     with pytest.raises(OutputExists):
         sink.commit(plan, staged)
@@ -246,7 +246,7 @@ def test_restart_deletes_the_files_of_the_earlier_attempt(
 ) -> None:
     sink = IcebergSink(job_for(tmp_path), catalog)
     sink.prepare(a_plan(), SCHEMA, is_resumed=False)
-    sink.stage(a_plan().units[0], iter([rows_of(0)]))
+    sink.stager().stage(a_plan().units[0], iter([rows_of(0)]))
     score(catalog, job_for(tmp_path, restart=True), a_plan(2))
     assert len(list((tmp_path / "house").rglob("*.parquet"))) == 2
     assert rows(catalog).num_rows == 2000

@@ -51,7 +51,7 @@ def test_units_of_several_threads_are_written_in_order(tmp_path: Path) -> None:
     staged: dict[int, Any] = {}
 
     def stage(index: int) -> None:
-        staged[index] = sink.stage(plan.units[index], cut(rows_of(index), 100))
+        staged[index] = sink.stager().stage(plan.units[index], cut(rows_of(index), 100))
 
     threads = [threading.Thread(target=stage, args=(i,)) for i in reversed(range(6))]
     for thread in threads:
@@ -73,7 +73,7 @@ def test_failed_unit_ends_the_waits_of_later_units(tmp_path: Path) -> None:
 
     def stage() -> None:
         try:
-            sink.stage(plan.units[2], iter([rows_of(2)]))
+            sink.stager().stage(plan.units[2], iter([rows_of(2)]))
         except Cancelled as error:
             errors.append(error)
 
@@ -85,7 +85,7 @@ def test_failed_unit_ends_the_waits_of_later_units(tmp_path: Path) -> None:
         raise ValueError("of the model")
 
     with pytest.raises(ValueError, match="of the model"):
-        sink.stage(plan.units[0], failing())
+        sink.stager().stage(plan.units[0], failing())
     thread.join(30)
     assert len(errors) == 1 and not thread.is_alive()
 
@@ -107,7 +107,7 @@ def test_unit_waits_for_its_turn_until_the_abort(tmp_path: Path) -> None:
 
     def stage() -> None:
         try:
-            sink.stage(plan.units[1], iter([rows_of(1)]))
+            sink.stager().stage(plan.units[1], iter([rows_of(1)]))
         except BaseException as error:
             errors.append(error)
 
@@ -125,10 +125,10 @@ def test_aborted_stream_has_no_end(tmp_path: Path) -> None:
     out = io.BytesIO()
     sink = StreamSink(job_for(tmp_path), out)
     sink.prepare(plan, SCHEMA, is_resumed=False)
-    sink.stage(plan.units[0], iter([rows_of(0)]))
+    sink.stager().stage(plan.units[0], iter([rows_of(0)]))
     sink.abort()
     with pytest.raises(Cancelled):
-        sink.stage(plan.units[1], iter([rows_of(1)]))
+        sink.stager().stage(plan.units[1], iter([rows_of(1)]))
     assert not out.getvalue().endswith(b"\xff\xff\xff\xff\x00\x00\x00\x00")
 
 
@@ -139,7 +139,7 @@ def test_reader_that_is_gone_is_named(tmp_path: Path) -> None:
     sink = StreamSink(job_for(tmp_path), os.fdopen(writer, "wb", buffering=0))
     sink.prepare(plan, SCHEMA, is_resumed=False)
     with pytest.raises(OutputError, match="standard output"):
-        sink.stage(plan.units[0], iter([rows_of(0)]))
+        sink.stager().stage(plan.units[0], iter([rows_of(0)]))
     sink.abort()
     sink._file.abandon()
 
@@ -150,7 +150,7 @@ def test_buffered_output_is_complete_at_the_commit(tmp_path: Path) -> None:
     with os.fdopen(writer, "wb") as file, os.fdopen(reader, "rb") as source:
         sink = StreamSink(job_for(tmp_path), file)
         sink.prepare(plan, SCHEMA, is_resumed=False)
-        sink.commit(plan, [sink.stage(plan.units[0], iter([rows_of(0, 3)]))])
+        sink.commit(plan, [sink.stager().stage(plan.units[0], iter([rows_of(0, 3)]))])
         assert pa.ipc.open_stream(source).read_all().num_rows == 3
 
 
