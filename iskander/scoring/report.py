@@ -125,6 +125,10 @@ class Counters:
             for name, value in values.items():
                 setattr(self, name, getattr(self, name) + value)
 
+    def times(self) -> dict[str, float]:
+        """Return the seconds by name, for `add` in another process."""
+        return {"read_s": self.read_s, "score_s": self.score_s, "write_s": self.write_s}
+
     def add_latency(self, ms: float) -> None:
         """Add the latency of a batch."""
         with self._lock:

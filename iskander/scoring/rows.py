@@ -70,6 +70,8 @@ class Outcome:
 class ErrorBudget:
     """Number of rejected rows that a job still permits; threads share it.
 
+    A copy in another process counts by itself; `add` counts its rows here.
+
     Args:
         errors_max: Rejected rows of the job.
         count: Rejected rows of an earlier run.
@@ -86,15 +88,31 @@ class ErrorBudget:
         Raises:
             TooManyErrors: The job permits no more.
         """
+        if self._is_above(1):
+            raise TooManyErrors(
+                f"the server rejected {self._max + 1:,} rows; limit {self._max:,} (errors_max). "
+                f"The last error: {error.message}",
+                last=error.code,
+            ) from error
+
+    def add(self, count: int) -> None:
+        """Count rejected rows of a unit in another process.
+
+        Raises:
+            TooManyErrors: The job permits no more.
+        """
+        if self._is_above(count):
+            raise TooManyErrors(
+                f"the server rejected more than {self._max:,} rows, the limit (errors_max)"
+            )
+
+    def _is_above(self, count: int) -> bool:
         with self._mutex:
-            self._count += 1
-            if self._count <= self._max:
-                return
-        raise TooManyErrors(
-            f"the server rejected {self._max + 1:,} rows; limit {self._max:,} (errors_max). The "
-            f"last error: {error.message}",
-            last=error.code,
-        ) from error
+            self._count += count
+            return self._count > self._max
+
+    def __reduce__(self) -> tuple[type[ErrorBudget], tuple[int, int]]:
+        return ErrorBudget, (self._max, self._count)
 
 
 class RowPolicy:

@@ -75,18 +75,21 @@ class PrivateServer:
         settings: Values of `--set`, by `SECTION.KEY`.
         config: Configuration file.
         folder: Folder of sockets and the log.
+        listen: `HOST:PORT` to listen on beside the unix socket; empty: none.
 
     Attributes:
         address: Its address for a client.
         starts: Number of starts of the gateway.
     """
 
-    def __init__(self, settings: dict[str, Any], config: Path, folder: Path) -> None:
+    def __init__(
+        self, settings: dict[str, Any], config: Path, folder: Path, listen: str = ""
+    ) -> None:
         self.address = f"unix:{folder / 'server.sock'}"
         self.starts = 0
         self._log = folder / "gateway.log"
         settings = {
-            "server.address": self.address,
+            "server.address": [self.address, listen] if listen else self.address,
             "server.runtime_directory": str(folder / "run"),
             "server.processes": 1,
             "server.drain_s": DRAIN_S,
@@ -132,7 +135,8 @@ class PrivateServer:
     def stop(self) -> None:
         """End the gateway with SIGTERM, and with SIGKILL after a deadline."""
         self._stopped.set()
-        self._thread.join(2 * STOP_S)
+        if self._thread.ident is not None:
+            self._thread.join(2 * STOP_S)
 
     def lost(self) -> NotReady | None:
         """Return an error if the gateway has ended and is not started again."""
@@ -202,6 +206,25 @@ def private_server(
         ConfigError: The file does not exist.
         NotReady: The server does not start.
     """
+    with prepared_server(model, config=config) as server:
+        server.start()
+        yield server
+
+
+@contextlib.contextmanager
+def prepared_server(
+    model: str | None = None, *, config: str | None = None, listen: str = ""
+) -> Iterator[PrivateServer]:
+    """Prepare a server like `private_server`, for the caller to start; stop it at the end.
+
+    Args:
+        model: Path of a model; needed without a configuration.
+        config: Configuration, whose addresses are replaced.
+        listen: `HOST:PORT` to listen on beside the unix socket; empty: none.
+
+    Raises:
+        ConfigError: The file does not exist.
+    """
     given = model if config is None else config
     assert given is not None
     if not Path(given).exists():
@@ -219,9 +242,8 @@ def private_server(
             path.write_text("\n".join(["[[models]]", *lines]) + "\n")
             # The model is the caller's own, and a sandboxed load starts a process more.
             settings["loading.sandbox"] = False
-        server = PrivateServer(settings, path, folder)
+        server = PrivateServer(settings, path, folder, listen)
         try:
-            server.start()
             yield server
         finally:
             server.stop()

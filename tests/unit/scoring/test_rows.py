@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,6 +163,15 @@ def test_budget_is_shared_and_names_its_limit() -> None:
     with pytest.raises(TooManyErrors, match="5 rows; limit 4") as caught:
         policy.handle(a_batch(8), ERROR, Server({1, 2}))
     assert "row 2 is bad" in caught.value.message
+
+
+def test_budget_counts_rows_of_other_processes() -> None:
+    budget = ErrorBudget(4, count=1)
+    copy = pickle.loads(pickle.dumps(budget))  # noqa: S301
+    RowPolicy("null", RESULTS, copy).handle(a_batch(8), ERROR, Server({3, 4}))
+    budget.add(2)
+    with pytest.raises(TooManyErrors, match="more than 4 rows"):
+        budget.add(2)
 
 
 def quarantined(folder: Path) -> list[Path]:

@@ -221,10 +221,10 @@ def test_abort_waits_for_a_unit_that_is_written(
     changed = sink._staging._changed  # type: ignore[attr-defined]
     publish, wait_for = Storage.publish, changed.wait_for
 
-    def slow(self: Storage, folder: str) -> None:
+    def slow(self: Storage, partial: str, folder: str) -> None:
         writes.set()
         goes_on.wait(2)
-        publish(self, folder)
+        publish(self, partial, folder)
 
     def observed(*words: Any) -> Any:
         goes_on.set()
