@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import flight
 
 from iskander.client import OFF, Client
-from iskander.errors import IskanderError
+from iskander.errors import ConnectionFailed, IskanderError
 from support.processes import Gateway, eventually
 
 ROWS_MAX = 64
@@ -234,13 +233,13 @@ class Streams:
             self._ledger.accuse(f"{self._name}: {how} {error!r}")
 
     def _ended(self, error: Exception, feed: Feed, answered: int) -> bool:
+        if isinstance(error, ConnectionFailed) and self.may_drain and not answered:
+            self._ledger.note("nobody there")
+            return False
         if isinstance(error, IskanderError):
             is_bad = answered < len(feed.sent) and feed.is_bad(answered)
             self._error(error, "ended with", is_bad=is_bad)
-            return error.code != "draining"
-        if self.may_drain and not answered and isinstance(error, flight.FlightUnavailableError):
-            self._ledger.note("nobody there")
-            return False
+            return error.code not in ("draining", "connection_failed")
         self._ledger.accuse(f"{self._name}: after {answered} answers {error!r}")
         return False
 
