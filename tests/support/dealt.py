@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-
 from iskander.client import Client
 from iskander.errors import IskanderError
 from support.processes import Gateway
