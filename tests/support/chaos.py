@@ -268,7 +268,10 @@ class Load:
         if kind or not self._is_drain:
             self._is_over.set()
         for thread in self._threads:
-            thread.join()
+            thread.join(SCORED_WITHIN_S)
+            if thread.is_alive():
+                self._is_over.set()
+                raise AssertionError("a stream did not end")
 
     def expect_drain(self) -> None:
         """Permit the server to drain; a stream with the error `draining` is its client's last."""
