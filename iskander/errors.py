@@ -237,7 +237,13 @@ class DeadlineUnreachable(
 class DeadlineExceeded(
     IskanderError, code="deadline_exceeded", fault=Fault.NOBODY, status="DEADLINE_EXCEEDED"
 ):
-    """The deadline, the queue timeout or the age limit passed before the request ran."""
+    """The deadline, the queue timeout or the age limit passed before the request ran.
+
+    Attributes:
+        is_unanswered: Python client: its own timer ended the call, without an answer of the server.
+    """
+
+    is_unanswered: bool = False
 
 
 class Cancelled(IskanderError, code="cancelled", fault=Fault.CLIENT, status="CANCELLED"):

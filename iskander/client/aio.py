@@ -19,27 +19,29 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     Callable,
+    Coroutine,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
-from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypedDict, TypeVar, Unpack
 
 import pyarrow as pa
 
 from iskander.client.aio_calls import CallThreads
 from iskander.client.aio_stream import JOIN_S, AsyncItems, StreamThread
-from iskander.client.client import Client
+from iskander.client.client import Client, StreamOptions
 from iskander.client.connection import CALL_TIMEOUT_S, Tls
 from iskander.client.credentials import Token
 from iskander.client.flight_errors import add_model
 from iskander.client.model import Model
 from iskander.client.resume import Item
 from iskander.client.retry import Deadline, Retry
-from iskander.errors import Cancelled, IskanderError, LimitExceeded
+from iskander.errors import Cancelled, DeadlineExceeded, IskanderError, LimitExceeded
 
 ResultT = TypeVar("ResultT")
+Arguments = ParamSpec("Arguments")
 Items: TypeAlias = Iterable[Item] | AsyncIterable[Item]
 
 CALLS_MAX = 32
@@ -61,10 +63,27 @@ class Options(TypedDict, total=False):
     is_matched: bool
 
 
+def _on_thread(
+    method: Callable[Concatenate[Client, Arguments], ResultT],
+) -> Callable[Concatenate[AsyncClient, Arguments], Coroutine[Any, Any, ResultT]]:
+    """Return a method of `AsyncClient` that runs a method of `Client` on a thread."""
+
+    @functools.wraps(method)
+    async def call(
+        client: AsyncClient, /, *arguments: Arguments.args, **options: Arguments.kwargs
+    ) -> ResultT:
+        bound = getattr(client._client, method.__name__)  # Also that of a test.
+        found: ResultT = await client._run(functools.partial(bound, *arguments, **options))
+        return found
+
+    return call
+
+
 class AsyncClient:
     """Client for asyncio of one gateway, or of several with the same models.
 
-    The constructor reads TLS files, and resolves names with `is_resolved`.
+    The constructor reads TLS files, and resolves names with `is_resolved`. Administrative calls,
+    such as `load`, are those of `Client`; cancelling the task leaves one running at the server.
 
     Args:
         address: `HOST:PORT` or `unix:PATH`, or several of them.
@@ -100,48 +119,22 @@ class AsyncClient:
     async def close(self) -> None:
         """Cancel all calls and streams, close the connections, and end the threads.
 
-        The call of an action, such as `load`, ends with its timeout.
+        The call of an action, such as `load`, ends with its timeout. A thread that its source of
+        data blocks for longer than `timeout_s` is left.
         """
         self._is_closed = True
         self._threads.cancel()
-        await asyncio.gather(*(stream.stop() for stream in self._streams))
-        await self._threads.stop(self._close_s)
-        await self._threads.run(self._client.close)
-        await self._threads.stop(self._close_s)
+        streams = [stream.stop() for stream in self._streams]
+        await asyncio.gather(self._threads.stop(self._close_s), *streams)
+        with contextlib.suppress(DeadlineExceeded):
+            await self._threads.run(self._client.close, JOIN_S)
+        await self._threads.stop(JOIN_S)
 
-    async def health(self) -> dict[str, Any]:
-        """Return the readiness of every model: `{"ready": bool, "models": {...}}`.
-
-        Raises:
-            ConnectionFailed: No gateway answers at the address.
-        """
-        return await self._run(self._client.health)
-
-    async def load(self, model: str) -> list[str]:
-        """Load the current files of a model; return the served versions.
-
-        Cancelling the task leaves the load running at the server.
-
-        Raises:
-            IskanderError: The load of a version failed.
-        """
-        return await self._run(functools.partial(self._client.load, model))
-
-    async def unload(self, model: str, *, version: str | None = None) -> list[str]:
-        """Stop serving a model, or one version of it; return the unloaded versions.
-
-        Raises:
-            IskanderError: It cannot be unloaded.
-        """
-        return await self._run(functools.partial(self._client.unload, model, version=version))
-
-    async def models(self) -> list[dict[str, Any]]:
-        """Return all models: served with a contract, loading, or failed to load."""
-        return await self._run(self._client.models)
-
-    async def stats(self) -> dict[str, Any]:
-        """Return counters of lanes, workers and memory."""
-        return await self._run(self._client.stats)
+    health = _on_thread(Client.health)
+    load = _on_thread(Client.load)
+    unload = _on_thread(Client.unload)
+    models = _on_thread(Client.models)
+    stats = _on_thread(Client.stats)
 
     async def model(self, name: str, *, version: str | None = None) -> Model:
         """Return a model with its contract as schemas, and its calls, which are those here.
@@ -201,11 +194,7 @@ class AsyncClient:
         self,
         model: str,
         batches: Items,
-        *,
-        version: str | None = None,
-        terms: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-        resume: bool = True,
+        **options: Unpack[StreamOptions],
     ) -> AsyncGenerator[pa.RecordBatch, None]:
         """Score a stream of batches as `Client.stream`; yield one result for each, in order.
 
@@ -214,37 +203,27 @@ class AsyncClient:
         Args:
             model: Name of the model.
             batches: Batches of one schema, with or without terms. A task of the loop reads an async
-                iterable; a thread reads a sync one.
-            version: A version or an alias; None: the server's routing decides.
-            terms: Terms of all batches, as of `Client.stream`.
-            timeout_s: Timeout of the whole stream with its retries.
-            resume: Continue on another connection after a retryable failure, if retries are on.
+                iterable, and closes an async generator; a thread reads a sync iterable.
+            options: `version`, `terms`, `timeout_s` and `resume`, as of `Client.stream`.
 
         Raises:
             LimitExceeded: `streams_max` streams are open.
-            Cancelled: The client was closed.
+            Cancelled: The client was closed, or the task of an async iterable was cancelled.
             IskanderError: The server's error.
         """
-        call = functools.partial(
-            self._client.stream, model, version=version, terms=terms, resume=resume
-        )
-        return self._stream(model, call, batches, timeout_s, contextvars.copy_context())
+        return self._stream(self._client.stream, model, batches, options)
 
     def outcomes(
-        self,
-        model: str,
-        batches: Items,
-        *,
-        version: str | None = None,
-        terms: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-        resume: bool = True,
+        self, model: str, batches: Items, **options: Unpack[StreamOptions]
     ) -> AsyncGenerator[pa.RecordBatch | IskanderError, None]:
-        """Score as `stream`, but yield the error of a batch in place of its result."""
-        call = functools.partial(
-            self._client.outcomes, model, version=version, terms=terms, resume=resume
-        )
-        return self._stream(model, call, batches, timeout_s, contextvars.copy_context())
+        """Score as `stream`, but yield the error of a batch in place of its result.
+
+        Args:
+            model: Name of the model.
+            batches: Batches, as of `stream`.
+            options: Options of `stream`.
+        """
+        return self._stream(self._client.outcomes, model, batches, options)
 
     async def _run(self, call: Callable[[], ResultT], timeout_s: float | None = None) -> ResultT:
         """Run a call on a thread of the pool."""
@@ -252,16 +231,31 @@ class AsyncClient:
         context = contextvars.copy_context()
         return await self._threads.run(functools.partial(context.run, call), timeout_s)
 
-    async def _stream(
+    def _stream(
         self,
-        model: str,
         call: Callable[..., Iterator[Any]],
+        model: str,
         batches: Items,
-        timeout_s: float | None,
-        context: contextvars.Context,
+        options: StreamOptions,
+    ) -> AsyncGenerator[Any, None]:
+        """Return the results of a stream, whose thread starts when they are first awaited."""
+        # The deadline and the context are those of this call, as for a stream of `Client`.
+        deadline = Deadline(options.get("timeout_s"))
+
+        def open_results(source: Any) -> Iterator[Any]:  # noqa: ANN401
+            left: StreamOptions = {"timeout_s": deadline.remaining_s()}
+            return call(model, source, **{**options, **left})
+
+        start = functools.partial(
+            self._start_stream, open_results, batches, deadline, contextvars.copy_context()
+        )
+        return self._results(model, start)
+
+    async def _results(
+        self, model: str, start: Callable[[], StreamThread]
     ) -> AsyncGenerator[Any, None]:
         with _named_model(model):
-            stream = self._open_stream(call, batches, timeout_s, context)
+            stream = start()
             try:
                 async with contextlib.aclosing(stream.results()) as results:
                     async for result in results:
@@ -271,11 +265,11 @@ class AsyncClient:
                 if not stream.is_alive():
                     self._streams.discard(stream)
 
-    def _open_stream(
+    def _start_stream(
         self,
-        call: Callable[..., Iterator[Any]],
+        open_results: Callable[[Any], Iterator[Any]],
         batches: Items,
-        timeout_s: float | None,
+        deadline: Deadline,
         context: contextvars.Context,
     ) -> StreamThread:
         self._require_open()
@@ -283,13 +277,11 @@ class AsyncClient:
         if len(self._streams) >= self._streams_max:
             text = f"{len(self._streams)} streams are open, limit {self._streams_max}"
             raise LimitExceeded(f"{text} (`streams_max`)")
-        deadline = Deadline(timeout_s)
         items = None
         if isinstance(batches, AsyncIterable):
             items = AsyncItems(batches, asyncio.get_running_loop())
         source = batches if items is None else items
-        opening = functools.partial(call, source, timeout_s=timeout_s)
-        stream = StreamThread(opening, items, deadline, context)
+        stream = StreamThread(functools.partial(open_results, source), items, deadline, context)
         self._streams.add(stream)
         stream.start()
         return stream

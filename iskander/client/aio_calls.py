@@ -13,8 +13,8 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from iskander.client.cancellation import Cancellation
 from iskander.errors import Cancelled, DeadlineExceeded, IskanderError
@@ -84,8 +84,9 @@ class _Job:
             self.future.set_exception(error)
 
     def expire(self) -> None:
-        """End the wait for the result at the call's deadline."""
+        """End the wait for the result, and the call, at the call's deadline."""
         if not self.future.done():
+            self.cancellation.cancel(has_expired=True)
             self.future.set_exception(DeadlineExceeded("the call's deadline has passed"))
 
 
@@ -108,6 +109,18 @@ def _run(
 _Jobs: TypeAlias = "queue.SimpleQueue[_Job | None]"
 
 
+class _Crew(NamedTuple):
+    """Threads and their queue, which no later threads read."""
+
+    jobs: _Jobs
+    threads: list[threading.Thread]
+
+    def end(self) -> None:
+        """End each thread after the jobs before."""
+        for _ in self.threads:
+            self.jobs.put(None)
+
+
 class CallThreads:
     """Bounded number of threads that run calls for a loop, in order.
 
@@ -119,11 +132,14 @@ class CallThreads:
 
     def __init__(self, threads_max: int) -> None:
         self._threads_max = threads_max
-        self._queue: _Jobs = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
         self._jobs: set[_Job] = set()
         self._results: _Results | None = None
-        weakref.finalize(self, _end, self._queue, self._threads).atexit = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._crew = _Crew(queue.SimpleQueue(), [])
+        self._finalizer = weakref.finalize(self, self._crew.end)
+        self._finalizer.atexit = False
 
     async def run(self, call: Callable[[], ResultT], timeout_s: float | None = None) -> ResultT:
         """Run a call on a thread. A cancelled task cancels it, or drops it if it waits.
@@ -136,9 +152,9 @@ class CallThreads:
         loop = asyncio.get_running_loop()
         job = _Job(call, self._results_of(loop), self._jobs)
         timer = None if timeout_s is None else loop.call_later(timeout_s, job.expire)
-        if len(self._threads) < min(len(self._jobs), self._threads_max):
+        if len(self._crew.threads) < min(len(self._jobs), self._threads_max):
             self._start_thread()
-        self._queue.put(job)
+        self._crew.jobs.put(job)
         try:
             result: ResultT = await job.future
             return result
@@ -155,18 +171,24 @@ class CallThreads:
             job.cancellation.cancel()
 
     async def stop(self, timeout_s: float) -> None:
-        """End the threads after the calls before; a thread that does not end in time is left."""
+        """End the threads after the calls before; a thread that does not end in time is left.
+
+        Later calls have threads of their own.
+        """
         results = self._results_of(asyncio.get_running_loop())
-        threads = self._threads.copy()
-        self._threads.clear()
-        ends = [_Job(None, results, None) for _ in threads]
+        crew = self._crew
+        self._finalizer.detach()
+        self._begin()
+        ends = [_Job(None, results, None) for _ in crew.threads]
         for end in ends:
-            self._queue.put(end)
+            crew.jobs.put(end)
         if ends:
             _, late = await asyncio.wait([end.future for end in ends], timeout=timeout_s)
             if not late:
-                for thread in threads:
+                for thread in crew.threads:
                     thread.join()
+        for job in tuple(self._jobs):  # Of a late thread, or behind one in the queue.
+            job.finish(None, Cancelled("its thread did not end in time"))
 
     def _results_of(self, loop: asyncio.AbstractEventLoop) -> _Results:
         if self._results is None or self._results.loop is not loop:
@@ -174,10 +196,9 @@ class CallThreads:
         return self._results
 
     def _start_thread(self) -> None:
-        thread = threading.Thread(
-            target=_work, args=(self._queue,), name="iskander-call", daemon=True
-        )
-        self._threads.append(thread)
+        jobs, threads = self._crew
+        thread = threading.Thread(target=_work, args=(jobs,), name="iskander-call", daemon=True)
+        threads.append(thread)
         thread.start()
 
 
@@ -192,8 +213,3 @@ def _work(jobs: _Jobs) -> None:
         del job, call, result, error
         if is_end:
             return
-
-
-def _end(jobs: _Jobs, threads: Iterable[threading.Thread]) -> None:
-    for _ in threads:
-        jobs.put(None)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from iskander.client.cancellation import Cancellation
 from iskander.client.retry import Deadline
-from iskander.errors import Cancelled, IskanderError
+from iskander.errors import Cancelled, DeadlineExceeded, IskanderError
 
 JOIN_S = 2.0
 """Maximum wait for a stream's thread and for the caller's iterable, after a cancellation."""
@@ -34,7 +34,7 @@ _END = object()
 class _Failure(NamedTuple):
     """Error of the caller's iterable."""
 
-    error: Exception
+    error: BaseException
 
 
 class AsyncItems:
@@ -49,9 +49,10 @@ class AsyncItems:
         self._loop = loop
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()  # At most ITEMS_AHEAD + 1.
         self._wanted = asyncio.Semaphore(ITEMS_AHEAD)
+        self._is_cancelled = False
         self._task = loop.create_task(self._read(items))
         # Not in the task: a task that is cancelled before its first step runs no code.
-        self._task.add_done_callback(lambda _: self._ready.put(_END))
+        self._task.add_done_callback(self._end)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -68,6 +69,7 @@ class AsyncItems:
 
     def cancel(self) -> None:
         """End the task; the iterator of the thread ends with it."""
+        self._is_cancelled = True
         self._task.cancel()
 
     async def join(self) -> None:
@@ -75,12 +77,31 @@ class AsyncItems:
         await asyncio.wait([self._task], timeout=JOIN_S)
 
     async def _read(self, items: AsyncIterable[Any]) -> None:
-        try:
+        async with _closing(items):
             async for item in items:
                 self._ready.put(item)
                 await self._wanted.acquire()
-        except Exception as error:  # Raised again on the stream's thread, whatever it is.
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """End the iterator of the thread, with the error of the iterable if there is one."""
+        error: BaseException | None = None
+        if not task.cancelled():
+            error = task.exception()
+        elif not self._is_cancelled:
+            error = Cancelled("the iterable of batches was cancelled")
+        if error is not None:
             self._ready.put(_Failure(error))
+        self._ready.put(_END)
+
+
+@contextlib.asynccontextmanager
+async def _closing(items: AsyncIterable[Any]) -> AsyncGenerator[None, None]:
+    """Close an async generator at the end; other iterables have nothing to close."""
+    try:
+        yield
+    finally:
+        if isinstance(items, AsyncGenerator):
+            await items.aclose()
 
 
 class StreamThread(threading.Thread):
@@ -112,7 +133,7 @@ class StreamThread(threading.Thread):
         self._results: deque[tuple[Any, int]] = deque()
         self._bytes = 0
         self._has_ended = asyncio.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def run(self) -> None:
         """Read until the stream ends or is cancelled."""
@@ -124,7 +145,7 @@ class StreamThread(threading.Thread):
                 for result in results:
                     if not self._put(result):
                         break
-        except Exception as error:  # Raised again on the loop, whatever it is.
+        except BaseException as error:  # Raised again on the loop, whatever it is.
             self._error = error
         self._notify_loop(self._has_ended)
         self._notify_loop(self._has_change)
@@ -135,7 +156,7 @@ class StreamThread(threading.Thread):
         Raises:
             Cancelled: The client was closed.
             DeadlineExceeded: The stream's deadline has passed.
-            Exception: The error of the stream.
+            BaseException: The error of the stream.
         """
         while True:
             with self._taken:
@@ -152,6 +173,8 @@ class StreamThread(threading.Thread):
                 break
             else:
                 await self._wait()
+        if self._cancellation.has_expired:
+            raise DeadlineExceeded("the call's deadline has passed") from self._error
         if self._cancellation.is_requested:
             raise Cancelled("the client was closed") from self._error
         if self._error is not None:
@@ -178,9 +201,11 @@ class StreamThread(threading.Thread):
 
     async def _wait(self) -> None:
         """Wait for a result, the end, or the deadline; raise DeadlineExceeded after it."""
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(self._deadline.remaining_s()):
                 await self._has_change.wait()
+        except TimeoutError:
+            self._cancellation.cancel(has_expired=True)
 
     def _put(self, result: Any) -> bool:  # noqa: ANN401
         """Add a result after waiting for space; return whether the stream continues."""

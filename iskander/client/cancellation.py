@@ -1,4 +1,4 @@
-"""Cancellation of the calls of one thread from another thread.
+"""Cancellation of the calls and waits of a thread, or of a client, from other threads.
 
 Runs on: the caller's threads, and the loop of `AsyncClient`.
 """
@@ -6,20 +6,32 @@ Runs on: the caller's threads, and the loop of `AsyncClient`.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Protocol
 
 from iskander.errors import Cancelled
 
 _thread = threading.local()
 
 
+class Cancellable(Protocol):
+    """An open call, by the reader of its results, or a wait."""
+
+    def cancel(self) -> None:
+        """End it; any thread may call this, also after its end."""
+
+
 class Cancellation:
-    """Context in which a thread makes calls that another thread may cancel."""
+    """Context in which a thread makes calls that another thread may cancel.
+
+    Attributes:
+        has_expired: The deadline of the caller was the reason.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reader: Any = None
+        self._open: Cancellable | None = None
         self.is_requested = False
+        self.has_expired = False
 
     def __enter__(self) -> Cancellation:
         _thread.current = self
@@ -28,31 +40,101 @@ class Cancellation:
     def __exit__(self, *error: object) -> None:
         _thread.current = None
         with self._lock:
-            self._reader = None
+            self._open = None
 
-    def cancel(self) -> None:
-        """End the open call, and reject all later ones of this context."""
+    def cancel(self, *, has_expired: bool = False) -> None:
+        """End the open call or wait, and reject all later ones of this context."""
         with self._lock:
+            self.has_expired = self.has_expired or (has_expired and not self.is_requested)
             self.is_requested = True
-            reader = self._reader
-        if reader is not None:
-            reader.cancel()
+            entered = self._open
+        if entered is not None:
+            entered.cancel()
 
     def require_none(self) -> None:
         """Raise Cancelled if a cancellation was requested."""
         if self.is_requested:
             raise Cancelled("the caller cancelled the call")
 
-    def enter_call(self, reader: Any) -> None:  # noqa: ANN401
-        """Set the open call, by the reader of its results."""
+    def enter(self, entered: Cancellable) -> None:
+        """Set the open call or wait."""
         with self._lock:
-            self._reader = reader
+            self._open = entered
             is_requested = self.is_requested
         if is_requested:
-            reader.cancel()
+            entered.cancel()
 
 
 def current() -> Cancellation | None:
     """Return the context of this thread."""
     found: Cancellation | None = getattr(_thread, "current", None)
     return found
+
+
+class OpenCalls:
+    """Open calls and waits of a client, which `close` ends.
+
+    It needs no lock: `close` sets `is_closed` before it reads the set, and a call joins the set
+    before it reads `is_closed`, so at least one of them sees the other.
+
+    Attributes:
+        is_closed: The client is closed.
+    """
+
+    def __init__(self) -> None:
+        self._entered: set[Cancellable] = set()
+        self.is_closed = False
+
+    def close(self) -> None:
+        """End all calls and waits, and reject later ones."""
+        self.is_closed = True
+        for each in self._entered.copy():
+            each.cancel()
+
+    def require_open(self) -> None:
+        """Raise Cancelled if the client is closed, or the calls of this thread are cancelled."""
+        if self.is_closed:
+            raise Cancelled("the client is closed")
+        cancellation = current()
+        if cancellation is not None:
+            cancellation.require_none()
+
+    def enter(self, entered: Cancellable) -> None:
+        """Add a call or a wait of this thread."""
+        self._entered.add(entered)
+        if self.is_closed:
+            entered.cancel()
+        cancellation = current()
+        if cancellation is not None:
+            cancellation.enter(entered)
+
+    def leave(self, entered: Cancellable) -> None:
+        """Remove a call or a wait that has ended."""
+        self._entered.discard(entered)
+
+    def pause(self, wait_s: float) -> None:
+        """Wait.
+
+        Raises:
+            Cancelled: The client was closed, or the calls of this thread were cancelled.
+        """
+        wait = _Wait()
+        self.enter(wait)
+        try:
+            wait.run(wait_s)
+        finally:
+            self.leave(wait)
+        self.require_open()
+
+
+class _Wait:
+    """A wait that another thread may end."""
+
+    def __init__(self) -> None:
+        self._has_ended = threading.Event()
+
+    def cancel(self) -> None:
+        self._has_ended.set()
+
+    def run(self, wait_s: float) -> None:
+        self._has_ended.wait(wait_s)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 import pyarrow as pa
 
+from iskander.client.cancellation import OpenCalls
 from iskander.client.connection import (
     CALL_TIMEOUT_S,
     Connection,
@@ -36,12 +37,26 @@ from iskander.client.resume import (
     WindowFeed,
     resumable,
 )
-from iskander.client.retry import OFF, Attempts, Deadline, Retry, RetryBudget
-from iskander.client.slicing import slices
-from iskander.client.tables import empty_batch, open_source
+from iskander.client.retry import (
+    OFF,
+    Attempts,
+    Deadline,
+    Retry,
+    RetryBudget,
+    require_seconds,
+)
+from iskander.client.slicing import ROWS_MIN, slices, whole
+from iskander.client.tables import Source, open_source
 from iskander.client.targets import Address, Route, Targets
 from iskander.client.trace_context import trace_headers
-from iskander.errors import ContractError, IskanderError, LimitExceeded, ModelMoved, ModelNotFound
+from iskander.errors import (
+    ConfigError,
+    ContractError,
+    IskanderError,
+    LimitExceeded,
+    ModelMoved,
+    ModelNotFound,
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -53,8 +68,17 @@ _Columns: TypeAlias = tuple[tuple[str, str], ...]
 DEFAULT_RETRY = Retry()
 CACHED_MAX = 256
 """Descriptions, and matchings of schemas, of one client."""
-_STALE = (ContractError, ModelMoved, ModelNotFound)
-"""Errors of a server whose model may have changed since it was described."""
+_STALE = (ContractError, LimitExceeded, ModelMoved, ModelNotFound)
+"""Errors that a model may cause that has changed since it was described."""
+
+
+class StreamOptions(TypedDict, total=False):
+    """Options of `Client.stream`."""
+
+    version: str | None
+    terms: Mapping[str, Any] | None
+    timeout_s: float | None
+    resume: bool
 
 
 class Client:
@@ -62,7 +86,8 @@ class Client:
 
     Args:
         address: `HOST:PORT` or `unix:PATH`, or several of them.
-        timeout_s: Timeout of each call except streams. A slow `load` needs a longer one.
+        timeout_s: Timeout of each call except `score`, `stream` and `outcomes`, and of their first
+            requests, for the contract and for shared memory. A slow `load` needs a longer one.
         token: Token sent with every call, or a function that returns the current one. It is called
             for each attempt of each call, on its thread, so it may be called by several at a time.
         tls: TLS files; None: plaintext.
@@ -74,7 +99,7 @@ class Client:
             lossless casts, and errors that name the column. Else the server checks them.
 
     Raises:
-        ConfigError: The token, an address or a TLS file is invalid.
+        ConfigError: The token, the timeout, an address or a TLS file is invalid.
     """
 
     def __init__(
@@ -89,7 +114,9 @@ class Client:
         is_resolved: bool = False,
         is_matched: bool = True,
     ) -> None:
+        require_seconds(timeout_s, "timeout_s")
         credentials = Credentials(token)
+        self._calls = OpenCalls()
 
         def connect(each: Address) -> Connection:
             return Connection(
@@ -98,18 +125,17 @@ class Client:
                 credentials=credentials,
                 tls=tls,
                 shared_bytes=shared_bytes,
+                calls=self._calls,
             )
 
-        self._targets = Targets(
-            [address] if isinstance(address, str) else address, connect, is_resolved=is_resolved
-        )
+        self._targets = Targets(address, connect, is_resolved=is_resolved)
         self._retry = retry
         self._budget = RetryBudget()
         self._timeout_s = timeout_s
         self._is_matched = is_matched
         self._lock = threading.Lock()
         self._descriptions: dict[_Key, ModelDescription] = {}
-        self._matchings: dict[tuple[_Key, pa.Schema, _Columns], Matching] = {}
+        self._matchings: dict[tuple[_Key, bytes, _Columns], Matching] = {}
 
     def __enter__(self) -> Client:
         return self
@@ -118,7 +144,11 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections and release idle shared memory."""
+        """End all calls, streams and waits with `Cancelled`, and close the connections.
+
+        The call of an action, such as `load`, ends with its timeout.
+        """
+        self._calls.close()
         self._targets.close()
 
     def health(self) -> dict[str, Any]:
@@ -153,26 +183,27 @@ class Client:
         """Return counters of lanes, workers and memory."""
         return self._action("stats", dict)
 
-    def model(self, name: str, *, version: str | None = None) -> Model:
+    def model(self, name: str, *, version: str | int | None = None) -> Model:
         """Return a model with its contract as schemas, and its calls.
 
         Raises:
             IskanderError: There is no such model, or it is not loaded.
         """
-        self._forget((name, version))
         try:
-            description = self._describe((name, version), Deadline(self._timeout_s))
+            key = (name, _version_text(version))
+            self._forget(key)
+            description = self._describe(key, Deadline(self._timeout_s))
         except IskanderError as error:
             add_model(error, name)
             raise
-        return Model(self, description, version=version)
+        return Model(self, description, version=key[1])
 
     def score(
         self,
         model: str,
         data: Any,  # noqa: ANN401
         *,
-        version: str | None = None,
+        version: str | int | None = None,
         columns: Mapping[str, str] | None = None,
         terms: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
@@ -187,18 +218,20 @@ class Client:
             data: A pyarrow, Polars, pandas, DuckDB or Ibis table, any object with
                 `__arrow_c_stream__` or `__arrow_c_array__`, or a dict of NumPy arrays. It is cut
                 into batches within the server's limits.
-            version: A version or an alias; None: the server's routing decides.
+            version: A version, as text or number, or an alias; None: the server's routing decides.
             columns: Name of the data's column for an input's name, where they differ.
             terms: Terms of all batches, as of `stream`.
             timeout_s: Timeout of the whole call with its retries.
 
         Raises:
+            ConfigError: `version` or `columns` is invalid.
             ContractError: The data is no table, or its columns do not match the model.
             ConnectionFailed: No gateway answers, or the connection failed, also in all retries.
             IskanderError: The server's error.
         """
         try:
-            return self._score((model, version), data, columns, terms or {}, Deadline(timeout_s))
+            key = (model, _version_text(version))
+            return self._score(key, data, columns, terms or {}, Deadline(timeout_s))
         except IskanderError as error:
             add_model(error, model)
             raise
@@ -212,27 +245,26 @@ class Client:
         deadline: Deadline,
     ) -> Any:  # noqa: ANN401
         source = open_source(data)
-        batches = source.batches
-        if self._is_matched:
-            matching = self._matching(key, source.schema, columns, deadline)
-            batches = self._matched(matching, source.schema, batches)
-        first = next(batches)
-        second = next(batches, None)
         path = _descriptor_path(*key)
         try:
-            if second is None:
-                results: Iterator[pa.RecordBatch] = iter(
-                    [self._score_one(path, first, terms, deadline)]
-                )
-            else:
-                sent = itertools.chain([first, second], batches)
-                headers = _headers(terms)
+            batches = source.batches
+            if self._is_matched:
+                batches = self._matched(key, source, columns, deadline)
+            first = next(batches)
+            # The next batch of a live reader may come much later.
+            is_single = not (source.is_live and first.num_rows >= ROWS_MIN)
+            second = next(batches, None) if is_single else None
+            if second is not None or not is_single:
+                ahead = [first] if second is None else [first, second]
+                sent, headers = itertools.chain(ahead, batches), _headers(terms)
                 results = self._stream(path, sent, terms, headers, deadline, resume=True)
+            else:
+                results = iter([self._score_one(path, first, terms, deadline)])
             result = next(results)
         except _STALE:
             self._forget(key)
             raise
-        return source.restore(result.schema, itertools.chain([result], results))
+        return source.restore(result.schema, self._until_stale(key, result, results))
 
     def stream(
         self,
@@ -270,54 +302,72 @@ class Client:
         self,
         model: str,
         batches: Iterable[Item],
-        *,
-        version: str | None = None,
-        terms: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-        resume: bool = True,
+        **options: Unpack[StreamOptions],
     ) -> Iterator[pa.RecordBatch | IskanderError]:
         """Score as `stream`, but yield the error of a batch in place of its result.
 
         This covers overload, deadlines and invalid batches; errors of the stream are raised.
-        """
-        path = _descriptor_path(model, version)
-        terms = {**(terms or {}), "errors": "in-band"}
-        deadline, headers = Deadline(timeout_s), _headers(terms)
-        return self._stream(path, batches, terms, headers, deadline, resume=resume)
 
-    @property
-    def _regions(self) -> Any:  # noqa: ANN401
-        """Regions of a target."""
-        lease = self._targets.pick()
-        self._targets.release(lease)
-        return lease.connection.regions
+        Args:
+            model: Name of the model.
+            batches: Batches, as of `stream`.
+            options: Options of `stream`.
+        """
+        options["terms"] = {**(options.get("terms") or {}), "errors": "in-band"}
+        return self.stream(model, batches, **options)
 
     def _matched(
-        self, matching: Matching, schema: pa.Schema, batches: Iterator[pa.RecordBatch]
+        self, key: _Key, source: Source, columns: Mapping[str, str] | None, deadline: Deadline
     ) -> Iterator[pa.RecordBatch]:
         """Yield the model's columns in batches within the server's limits."""
-        description = matching.model
-        limits = description.limits
-        if description.ranked_within:
-            # A rank is within one batch, so a table is one batch.
-            whole = pa.Table.from_batches(batches, schema).combine_chunks()
-            batches = iter(whole.to_batches() or [empty_batch(schema)])
-        rows_max = min(limits["rows"], BATCH_ROWS)
-        first = next(batches)
-        is_small = first.num_rows <= rows_max and first.nbytes <= limits["string_bytes"]
-        second = next(batches, None)
-        if second is None and is_small:
-            return iter([matching.apply(first)])
-        rest = [first] if second is None else itertools.chain([first, second], batches)
-        if description.ranked_within and first.num_rows > limits["rows"]:
-            text = f"model `{description.name}` ranks all rows of a batch: {first.num_rows:,} rows"
-            raise LimitExceeded(f"{text}, limit {limits['rows']:,} (`limits.rows`)")
-        return slices(
-            _apply(matching, rest),
-            rows_max=limits["rows"] if description.ranked_within else rows_max,
-            bytes_max=limits["bytes"],
-            string_bytes_max=limits["string_bytes"],
-        )
+        matching, first, rows = self._match_first(key, source, columns, deadline)
+        batches = itertools.chain([first], _apply(matching, source.batches, rows))
+        limits = matching.model.limits
+        bytes_max, string_bytes_max = limits["bytes"], limits["string_bytes"]
+        if not matching.model.ranked_within:
+            rows_max = min(limits["rows"], BATCH_ROWS)
+            return slices(
+                batches,
+                rows_max=rows_max,
+                bytes_max=bytes_max,
+                string_bytes_max=string_bytes_max,
+                strings=matching.strings,
+            )
+        # A rank is within one batch, so a table is one batch.
+        try:
+            batch = whole(
+                batches,
+                rows_max=limits["rows"],
+                bytes_max=bytes_max,
+                string_bytes_max=string_bytes_max,
+            )
+        except LimitExceeded as error:
+            text = f"model `{key[0]}` ranks all rows of a batch: {error.message}"
+            raise LimitExceeded(text, **error.fields) from None
+        return iter([batch])
+
+    def _match_first(
+        self, key: _Key, source: Source, columns: Mapping[str, str] | None, deadline: Deadline
+    ) -> tuple[Matching, pa.RecordBatch, int]:
+        """Return the matching of a source, its first batch as it is sent, and the batch's rows.
+
+        Data that does not match a cached contract is matched again with a new one.
+        """
+        is_cached, first = key in self._descriptions, None
+        try:
+            matching = self._matching(key, source.schema, columns, deadline)
+            first = next(source.batches)
+            return matching, matching.apply(first), first.num_rows
+        except ContractError:
+            if not is_cached:
+                raise
+            self._forget(key)
+            matching = self._matching(key, source.schema, columns, deadline)
+            if first is None:
+                first = next(source.batches, None)
+            if first is None:  # The error is one of the source.
+                raise
+            return matching, matching.apply(first), first.num_rows
 
     def _matching(
         self,
@@ -327,7 +377,9 @@ class Client:
         deadline: Deadline,
     ) -> Matching:
         """Return the cached matching of a schema."""
-        matching_key = (key, schema, tuple(sorted(columns.items())) if columns else ())
+        # Equal schemas may differ in metadata, and so in types that Arrow does not know.
+        fields = (schema.remove_metadata() if schema.metadata else schema).serialize().to_pybytes()
+        matching_key = (key, fields, _column_pairs(columns) if columns else ())
         matching = self._matchings.get(matching_key)
         if matching is None:
             matching = Matching(self._describe(key, deadline), schema, columns=columns)
@@ -359,6 +411,17 @@ class Client:
             for each in [each for each in self._matchings if each[0] == key]:
                 del self._matchings[each]
 
+    def _until_stale(
+        self, key: _Key, first: pa.RecordBatch, results: Iterator[pa.RecordBatch]
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield results; forget the model after an error that a changed one may have caused."""
+        yield first
+        try:
+            yield from results
+        except _STALE:
+            self._forget(key)
+            raise
+
     def _score_one(
         self, path: list[str], batch: pa.RecordBatch, terms: Mapping[str, Any], deadline: Deadline
     ) -> pa.RecordBatch:
@@ -382,19 +445,16 @@ class Client:
     ) -> ResultT:
         """Make a call on a target, and again after a retryable failure."""
         route = Route(self._targets)
-        attempts = Attempts(self._retry, self._budget, deadline)
+        attempts = Attempts(self._retry, self._budget, deadline, self._calls.pause)
         while True:
-            failure: Exception | None = None
-            lease = route.begin(rows)
+            left_s = deadline.remaining_s()
             try:
-                result = call(lease.connection, deadline.remaining_s())
+                with route.attempt(rows) as lease:
+                    result = call(lease.connection, left_s)
                 attempts.succeed()
                 return result
             except IskanderError as error:
-                failure = error
-            finally:
-                route.end(lease, failure)
-            attempts.wait_after(failure)
+                attempts.wait_after(error)
 
     def _stream(
         self,
@@ -414,21 +474,16 @@ class Client:
             batches_max=WINDOW_BATCHES if retry.is_enabled else None,
             bytes_max=WINDOW_BYTES if retry.is_enabled else None,
         )
-        route = Route(self._targets)
+        route = Route(self._targets, window.has_caused)
+        attempts = Attempts(retry, self._budget, deadline, self._calls.pause)
 
         def connect(feed: WindowFeed) -> Iterator[Outcome]:
-            failure: Exception | None = None
-            feed.load = lease = route.begin(window.rows)
-            try:
-                yield from lease.connection.exchange(path, feed, headers, deadline.remaining_s())
-            except IskanderError as error:
-                failure = None if error is window.error else error
-                raise
-            finally:
-                route.end(lease, failure)
+            with route.attempt(window.rows) as lease:
+                feed.load = lease
+                yield from lease.connection.exchange(path, feed, headers, deadline)
 
         try:
-            yield from resumable(connect, window, Attempts(retry, self._budget, deadline))
+            yield from resumable(connect, window, attempts)
         except IskanderError as error:
             add_model(error, path[0])
             raise
@@ -443,23 +498,41 @@ class Client:
         **fields: Any,  # noqa: ANN401
     ) -> ResultT:
         """Run an action, of a model if it is named; return its result, or one key of it."""
-        lease = self._targets.pick()
+        sent = None if model is None else {"model": model, **fields}
         try:
-            sent = None if model is None else {"model": model, **fields}
-            return decode_result(lease.connection.action(name, sent), kind, key)
+            with self._targets.pick() as lease:
+                return decode_result(lease.connection.action(name, sent), kind, key)
         except IskanderError as error:
             if model is not None:
                 add_model(error, model)
             raise
-        finally:
-            self._targets.release(lease)
 
 
-def _apply(matching: Matching, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    row = 0
+def _apply(
+    matching: Matching, batches: Iterable[pa.RecordBatch], row: int
+) -> Iterator[pa.RecordBatch]:
+    """Yield batches as they are sent; `row` is the number of the first row."""
     for batch in batches:
         yield matching.apply(batch, first_row=row)
         row += batch.num_rows
+
+
+def _column_pairs(columns: Any) -> _Columns:  # noqa: ANN401
+    """Return the pairs of the argument `columns`, sorted."""
+    if isinstance(columns, Mapping):
+        pairs = list(columns.items())
+        if all(isinstance(each, str) for pair in pairs for each in pair):
+            return tuple(sorted(pairs))
+    text = "expected a dict from names of inputs to names of columns"
+    raise ConfigError(f"`columns` is {columns!r}; {text}")
+
+
+def _version_text(version: Any) -> str | None:  # noqa: ANN401
+    if version is None or isinstance(version, str):
+        return version
+    if isinstance(version, int) and not isinstance(version, bool):
+        return str(version)
+    raise ConfigError(f"`version` is {version!r}; expected a version or an alias")
 
 
 def _headers(terms: Mapping[str, Any]) -> Headers:
@@ -467,5 +540,6 @@ def _headers(terms: Mapping[str, Any]) -> Headers:
     return [*encode_terms(terms), *trace_headers()]
 
 
-def _descriptor_path(model: str, version: str | None) -> list[str]:
-    return [model] if version is None else [model, version]
+def _descriptor_path(model: str, version: str | int | None) -> list[str]:
+    text = _version_text(version)
+    return [model] if text is None else [model, text]

@@ -17,16 +17,19 @@ import pyarrow as pa
 from pyarrow import flight
 
 from iskander.client.call_details import CallDetail, CallDetails
-from iskander.client.cancellation import current
+from iskander.client.cancellation import OpenCalls, current
 from iskander.client.credentials import Credentials
 from iskander.client.flight_errors import FLIGHT_ERRORS, add_model, text_of, to_named
-from iskander.client.resume import Outcome
-from iskander.client.stream_writer import Feed, StreamWriter
+from iskander.client.resume import Outcome, WindowFeed
+from iskander.client.retry import Deadline
+from iskander.client.sharing import Sharing
+from iskander.client.stream_writer import StreamWriter
 from iskander.client.targets import Address
 from iskander.client.trace_context import trace_headers
 from iskander.errors import (
     Cancelled,
     ConfigError,
+    DeadlineExceeded,
     IskanderError,
     NotReady,
     ProtocolError,
@@ -35,7 +38,7 @@ from iskander.errors import (
 )
 
 if TYPE_CHECKING:
-    from iskander.client.shared_memory import Region, RegionPool
+    from iskander.client.shared_memory import RegionLease, RegionPool
 
 ResultT = TypeVar("ResultT")
 
@@ -44,10 +47,15 @@ SHARED_BYTES = 64 << 20
 """Size of a stream's shared memory without a setting."""
 RECONNECT_MAX_MS = 1000
 """Maximum wait of gRPC between connection attempts; a call in between fails. Its own is 120 s."""
+KEEPALIVE_MS = 20_000
+"""Time without data in an open call, after which gRPC sends a PING. It sends two at most until the
+client sends data again; other servers of gRPC close a connection at the third."""
+KEEPALIVE_ANSWER_MS = 10_000
+"""Maximum wait for the answer; then the call fails, also without a timeout: the gateway hangs."""
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
-_NO_SHARED_MEMORY = (
+_NOT_INSTALLED = (
     "no shared memory: it needs Linux and the distribution `iskander`, and `iskander-client` is "
     "installed; set `shared_bytes` to 0 or leave it out"
 )
@@ -92,6 +100,7 @@ class Connection:
         tls: TLS files; None: plaintext.
         shared_bytes: Size of each stream's shared memory; 0: none; None: `SHARED_BYTES` if the
             server is on this machine and offers it.
+        calls: Receives the open calls.
 
     Raises:
         ConfigError: The address is invalid, or a TLS file cannot be read.
@@ -105,11 +114,12 @@ class Connection:
         credentials: Credentials,
         tls: Tls | None,
         shared_bytes: int | None,
+        calls: OpenCalls,
     ) -> None:
         self._address = address.text
         self._credentials = credentials
         self._details = CallDetails(credentials)
-        self._is_closed = False
+        self._calls = calls
         secrecy: dict[str, Any] = {} if tls is None else dict(tls.options())
         if tls is not None and address.name is not None:
             secrecy["override_hostname"] = address.name
@@ -117,41 +127,39 @@ class Connection:
             self._flight = flight.FlightClient(
                 _uri(address.text, is_tls=tls is not None),
                 middleware=[self._details],
-                generic_options=[("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS)],
+                generic_options=[
+                    ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
+                    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+                    ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),
+                    # The version of gRPC in pyarrow waits for the longer of the two.
+                    ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_MS),
+                ],
                 **secrecy,
             )
         except pa.ArrowException as error:
             raise ConfigError(f"invalid address {address.text}: {text_of(error)}") from error
-        self._is_automatic = shared_bytes is None
         is_possible = sys.platform == "linux" and _is_local(address.text)
         automatic_bytes = SHARED_BYTES if is_possible else 0
-        self._shared_bytes = automatic_bytes if shared_bytes is None else shared_bytes
-        self._timeout_s = timeout_s
-        self._pool: RegionPool | None = None
-        self._options = flight.FlightCallOptions(timeout=timeout_s)
-        self._no_options = flight.FlightCallOptions()
+        is_automatic = shared_bytes is None
+        length_bytes = automatic_bytes if shared_bytes is None else shared_bytes
 
-    @property
-    def regions(self) -> RegionPool:
-        """Shared-memory regions of this connection's gateway, whose module is imported here."""
-        if self._pool is None:
+        def open_pool() -> RegionPool:
             try:
                 from iskander.client.shared_memory import RegionPool
             except ImportError:
-                raise ConfigError(_NO_SHARED_MEMORY) from None
+                raise ConfigError(_NOT_INSTALLED) from None
+            return RegionPool(self._ask_for_regions, length_bytes, is_reduced=is_automatic)
 
-            length_bytes = self._shared_bytes
-            if self._is_automatic:
-                offered_bytes = decode_result(self.action("shared-memory"), int, "region_bytes")
-                length_bytes = min(length_bytes, offered_bytes)
-            self._pool = RegionPool(self._request_region_socket, length_bytes, self._timeout_s)
-        return self._pool
+        self._sharing = Sharing(
+            open_pool if length_bytes else None, is_required=not is_automatic, timeout_s=timeout_s
+        )
+        self._timeout_s = timeout_s
+        self._options = flight.FlightCallOptions(timeout=timeout_s)
+        self._no_options = flight.FlightCallOptions()
 
     def close(self) -> None:
         """Close the connection and release idle shared memory."""
-        self._is_closed = True
-        if self._pool is not None:
-            self._pool.close()
+        self._sharing.close()
         self._flight.close()
 
     def health(self, timeout_s: float | None = None) -> dict[str, Any]:
@@ -179,6 +187,7 @@ class Connection:
         if headers or timeout_s is not None:
             limit_s = self._timeout_s if timeout_s is None else timeout_s
             options = flight.FlightCallOptions(timeout=limit_s, headers=headers)
+        self._calls.require_open()
         self._details.prepare()
         try:
             results = self._flight.do_action(flight.Action(name, body), options)
@@ -188,8 +197,7 @@ class Connection:
 
     def may_share(self, batch: pa.RecordBatch) -> bool:
         """Whether a stream that begins with this batch may use shared memory."""
-        regions = self._usable_regions()
-        return regions is not None and regions.is_suitable(batch)
+        return self._sharing.is_suitable(batch)
 
     def score(
         self, path: list[str], batch: pa.RecordBatch, headers: Headers, timeout_s: float | None
@@ -213,6 +221,7 @@ class Connection:
         except FLIGHT_ERRORS as error:
             raise self._named(error, detail) from error
         finally:
+            self._calls.leave(reader)
             if not is_answered:
                 reader.cancel()
             # Retrieves the status of the call, which Arrow otherwise prints if it is an error.
@@ -221,84 +230,44 @@ class Connection:
         return result
 
     def exchange(
-        self, path: list[str], feed: Feed, headers: Headers, timeout_s: float | None
+        self, path: list[str], feed: WindowFeed, headers: Headers, deadline: Deadline
     ) -> Iterator[Outcome]:
         """Send the batches of a feed; yield an outcome for each, in order.
 
         Raises:
             IskanderError: The server's error, or ConnectionFailed.
-            Exception: The error of the feed.
+            BaseException: The error of the feed.
         """
         first = next(feed, None)
         if first is None:
             return
-        region = self._acquire(first[0])
-        if region is not None:
-            from iskander.control.shared_regions import REGION_HEADER
-
-            headers = [*headers, (REGION_HEADER.encode(), region.name.encode())]
-        try:
-            writer, reader, detail = self._open(path, headers, timeout_s)
-        except BaseException:
-            self._release(region, is_usable=True)
-            raise
-        feeder = StreamWriter(writer, reader, first, feed, region)
-        feeder.start()
-        is_usable = True
-        try:
-            for chunk in reader:
-                feeder.on_result()
-                yield _outcome(chunk, path[0])
-                if feeder.is_last_result():
-                    feeder.has_ended_call = True
-                    writer.done_writing()
-        except FLIGHT_ERRORS as error:
-            # After the last result, the status of the call is irrelevant.
-            if not feeder.has_ended_call:
+        with self._sharing.lease(first[0], deadline) as lease:
+            region = None if lease is None else lease.region
+            headers = headers if lease is None else headers + lease.headers
+            writer, reader, detail = self._open(path, headers, deadline.remaining_s())
+            feeder = StreamWriter(writer, reader, first, feed, region)
+            feeder.start()
+            try:
+                for chunk in reader:
+                    feeder.on_result()
+                    yield _outcome(chunk, path[0])
+                    if feeder.is_last_result():
+                        feeder.has_ended_call = True
+                        writer.done_writing()
+            except FLIGHT_ERRORS as error:
+                # After the last result, the status of the call is irrelevant.
+                if not feeder.has_ended_call:
+                    raise self._failure(error, feeder, detail, lease) from error
+            finally:
+                reader.cancel()  # Ends the call if the caller stopped early.
+                self._calls.leave(reader)
                 feeder.finish()
-                named = feeder.error or self._named(error, detail)
-                if isinstance(named, RegionNotFound):
-                    is_usable, named = False, NotReady(_REGION_GONE)
-                raise named from error
-        finally:
-            reader.cancel()  # Ends the call if the caller stopped early.
-            feeder.finish()
-            self._release(region, is_usable=is_usable and not feeder.is_alive())
-        if feeder.error is not None:
-            raise feeder.error
-        if not feeder.has_ended_call:
-            raise ProtocolError("the stream ended before the result of every batch")
-
-    def _usable_regions(self) -> RegionPool | None:
-        """Return the regions; None if shared memory is off or, without a setting, not possible."""
-        if not self._shared_bytes and self._pool is None:
-            return None
-        try:
-            return self.regions
-        except IskanderError:
-            self._require_setting()
-            return None
-
-    def _acquire(self, first: pa.RecordBatch) -> Region | None:
-        """Return a region for a stream that begins with this batch, if it uses one."""
-        regions = self._usable_regions()
-        try:
-            return None if regions is None else regions.acquire(first)
-        except IskanderError:
-            self._require_setting()
-            return None
-
-    def _require_setting(self) -> None:
-        """Use no shared memory from here on; raise the error again if the caller asked for it."""
-        if not self._is_automatic:
-            raise  # noqa: PLE0704
-        if self._pool is not None:
-            self._pool.close()
-        self._pool, self._shared_bytes = None, 0
-
-    def _release(self, region: Region | None, *, is_usable: bool) -> None:
-        if region is not None:
-            self.regions.release(region, is_usable=is_usable)
+                if lease is not None and feeder.is_alive():
+                    lease.is_usable = False
+            if feeder.error is not None:
+                raise feeder.error
+            if not feeder.has_ended_call:
+                raise ProtocolError("the stream ended before the result of every batch")
 
     def _open(self, path: list[str], headers: Headers, timeout_s: float | None) -> Any:  # noqa: ANN401
         """Begin a call; return its writer, its reader and its detail."""
@@ -306,31 +275,58 @@ class Connection:
         if headers or timeout_s is not None:
             options = flight.FlightCallOptions(timeout=timeout_s, headers=headers)
         descriptor = flight.FlightDescriptor.for_path(*path)
-        cancellation = current()
-        if cancellation is not None:
-            cancellation.require_none()
+        self._calls.require_open()
         self._details.prepare()
         try:
             writer, reader = self._flight.do_exchange(descriptor, options)
         except FLIGHT_ERRORS as error:
             # The call failed before the descriptor was written.
             raise self._named(error, self._details.latest()) from error
-        if cancellation is not None:
-            cancellation.enter_call(reader)
+        self._calls.enter(reader)
         return writer, reader, self._details.latest()
+
+    def _failure(
+        self,
+        error: Exception,
+        feeder: StreamWriter,
+        detail: CallDetail | None,
+        lease: RegionLease | None,
+    ) -> BaseException:
+        """Return the error of the feed, or else that of a stream's call."""
+        feeder.finish()
+        if feeder.error is not None:
+            return feeder.error
+        named = self._named(error, detail)
+        if lease is not None and isinstance(named, RegionNotFound):
+            lease.is_usable = False
+            return NotReady(_REGION_GONE)
+        return named
 
     def _named(self, error: Exception, detail: CallDetail | None) -> IskanderError:
         """Return the server's error for an error of a call; without one, that of its status."""
-        if self._is_closed:
+        if self._calls.is_closed:
             return Cancelled("the client is closed")
         named = None if detail is None else detail.server_error()
-        named = named or to_named(error, self._address)
+        if named is None:
+            named = self._unanswered(error)
         if isinstance(named, Unauthenticated) and detail is not None:
             named.has_new_token = self._credentials.has_other_than(detail.token)
         return named
 
-    def _request_region_socket(self) -> Path:
-        return Path(decode_result(self.action("shared-memory"), str, "path"))
+    def _unanswered(self, error: Exception) -> IskanderError:
+        """Return the error of a call for which the server sent none."""
+        cancellation = current()
+        if cancellation is not None and cancellation.has_expired:
+            named: IskanderError = DeadlineExceeded("the call's deadline has passed")
+        else:
+            named = to_named(error, self._address)
+        if isinstance(named, DeadlineExceeded):
+            named.is_unanswered = True
+        return named
+
+    def _ask_for_regions(self, timeout_s: float) -> tuple[Path, int]:
+        answer = self.action("shared-memory", timeout_s=timeout_s)
+        return Path(decode_result(answer, str, "path")), decode_result(answer, int, "region_bytes")
 
 
 def _is_local(address: str) -> bool:
@@ -346,15 +342,26 @@ def _uri(address: str, *, is_tls: bool) -> str:
 
 
 def encode_terms(terms: Mapping[str, Any]) -> Headers:
-    """Encode the terms of a call as headers.
+    """Encode the terms of a call as headers, without those that are None.
 
     Raises:
         ConfigError: A term cannot be sent in a header.
     """
-    texts = {k: json.dumps(v) if isinstance(v, bool) else str(v) for k, v in terms.items()}
+    if not terms:
+        return []
+    if not isinstance(terms, Mapping):
+        raise ConfigError(f"invalid terms: {terms!r}; expected a mapping")
+    texts = {
+        name: json.dumps(value) if isinstance(value, bool) else str(value)
+        for name, value in terms.items()
+        if value is not None
+    }
     for name, text in texts.items():
-        if not (_TERM_NAME.fullmatch(name) and _TERM_TEXT.fullmatch(text)):
-            raise ConfigError(f"invalid term {name!r}: only printable ASCII is allowed")
+        if not (
+            isinstance(name, str) and _TERM_NAME.fullmatch(name) and _TERM_TEXT.fullmatch(text)
+        ):
+            allowed = "a name has a-z and _ only, a value printable ASCII only"
+            raise ConfigError(f"invalid term {name!r}: {allowed}")
     return [(f"iskander-{k.replace('_', '-')}".encode(), v.encode()) for k, v in texts.items()]
 
 

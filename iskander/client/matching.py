@@ -1,7 +1,8 @@
 """Mapping of a table's columns to a model's inputs, with casts that lose nothing.
 
 A column is sent as it is if the server accepts its type. Otherwise it is cast: by type if every
-value fits, else value by value, and a value that would change is an error.
+value fits, else value by value, and a value that would change is an error. A decimal may become the
+nearest float if that has the same value at the decimal's scale.
 
 Runs on: the caller's threads. Pure.
 """
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from iskander.client.model import ModelDescription
+from iskander.client.slicing import is_list_view, string_columns
 from iskander.errors import ContractError
 
 VALUE_CHARACTERS_MAX = 100
@@ -40,6 +42,14 @@ _ELEMENTS = {
     pa.date64(): "date64",
 }
 _CALENDAR = ("date", "timestamp")
+_INTEGER_DECIMAL = pa.decimal128(20, 0)
+"""Decimals of all integers."""
+_TRUNCATION = {
+    "allow_float_truncate": True, "allow_decimal_truncate": True, "allow_time_truncate": True,
+}  # fmt: skip
+"""Options of casts that may lose digits, but do not overflow."""
+_RELATIVE_MAX = 2.0**-10
+"""Relative distance of a number and the nearest float16."""
 _CASTS = {
     ("number", "number"), ("number", "decimal"), ("decimal", "number"), ("decimal", "decimal"),
     ("text", "text"), ("bytes", "text"), ("calendar", "calendar"), ("time", "time"),
@@ -63,6 +73,7 @@ class Matching:
     Attributes:
         model: The model.
         schema: Schema of the batches that are sent.
+        strings: Columns of `schema` that may have strings.
 
     Raises:
         ContractError: A column is missing, ambiguous, or of a type without a lossless cast. The
@@ -87,6 +98,7 @@ class Matching:
         self._sent = sorted(sent, key=lambda each: each.path)
         self._raise_problems()
         self.schema = pa.schema([each.field for each in self._sent])
+        self.strings = string_columns(self.schema)
         self._is_identity = [each.path for each in self._sent] == [
             (index,) for index in range(len(schema))
         ] and not any(each.is_changed for each in self._sent)
@@ -101,8 +113,11 @@ class Matching:
         Raises:
             ContractError: A value has no exact value in the wanted type; also has the field `row`.
         """
-        if not batch.schema.equals(self._given):
-            raise ContractError("all batches have one schema; this batch has another")
+        if not batch.schema.equals(self._given, check_metadata=True) and not _has_equal_fields(
+            batch.schema, self._given
+        ):
+            text = "all batches have one schema, also in the metadata of fields"
+            raise ContractError(f"{text}; this batch has another")
         if self._is_identity:
             return batch
         columns = [self._column(each, batch, first_row) for each in self._sent]
@@ -115,21 +130,24 @@ class Matching:
         try:
             return sent.cast.convert(array)
         except _LossError as error:
-            row = _first_lossy_row(sent.cast, array)
-            name, wanted = sent.source, _text(sent.field)
-            # Not as a Python object: nanoseconds need pandas.
-            value = _plain(array.slice(row, 1)).to_string(skip_new_lines=True)[1:-1]
-            has = f"row {first_row + row} has {value[:VALUE_CHARACTERS_MAX]}"
-            problem = f"column `{name}`: {has}, which {wanted} cannot represent exactly"
-            types = f"model `{self.model.name}` has {wanted}, got {_name(sent.cast.source)}"
-            raise ContractError(
-                f"{problem}; {types}; cast the column to accept the loss",
-                model=self.model.name,
-                column=name,
-                wanted=wanted,
-                got=_name(sent.cast.source),
-                row=first_row + row,
-            ) from error
+            raise self._loss_error(sent, sent.cast, array, first_row) from error
+
+    def _loss_error(self, sent: _Sent, cast: _Cast, array: Any, first_row: int) -> ContractError:  # noqa: ANN401
+        row = _first_lossy_row(cast, array)
+        bad = _plain(array.slice(row, 1))
+        model, wanted, got = self.model.name, sent.declared, _name(sent.given)
+        # Not as a Python object: nanoseconds need pandas.
+        value = bad.to_string(skip_new_lines=True)[1:-1][:VALUE_CHARACTERS_MAX]
+        text = f"column `{sent.source}`: row {first_row + row} has {value}, "
+        types = f"model `{model}` has {wanted}, got {got}"
+        if cast.has_near_value(bad):
+            text += f"which {wanted} cannot represent exactly; {types}"
+            text += "; cast the column to accept the loss"
+        else:
+            text += f"which {wanted} cannot represent; {types}"
+        return ContractError(
+            text, model=model, column=sent.source, wanted=wanted, got=got, row=first_row + row
+        )
 
     def _require_known(self, columns: Mapping[str, str]) -> None:
         model = self.model
@@ -154,27 +172,26 @@ class Matching:
             if found is None:
                 continue
             path, field = found
+            source, given, cast = self._source(name), field, None
             if wanted is None:
-                yield _Sent(name, self._source(name), path, field, None)
+                yield _Sent(name, source, path, field)
                 continue
-            cast = None
             if not _is_accepted(field, wanted.field, declared):
                 cast = _plan_cast(field, wanted.field, declared)
                 if cast is None:
-                    got = _text(field)
-                    column = self._source(name)
-                    text = f"column `{column}`: wanted {declared}, got {got}"
-                    self._add(text, column, wanted=declared, got=got)
+                    got = _name(field)
+                    text = f"column `{source}`: wanted {declared}, got {got}"
+                    self._add(text, source, wanted=declared, got=got)
                     continue
                 field = cast.field
-            yield _Sent(name, self._source(name), path, field, cast)
+            yield _Sent(name, source, path, field, given, declared, cast)
 
     def _groups(self) -> Iterator[_Sent]:
         """The columns that rows are ranked within."""
         for name in self.model.ranked_within:
             found = None if not name else self._find(name, "a column that rows are ranked within")
             if found is not None:
-                yield _Sent(name, self._source(name), found[0], found[1], None)
+                yield _Sent(name, self._source(name), found[0], found[1])
 
     def _passed_through(self, sent: Sequence[_Sent]) -> Iterator[_Sent]:
         """The columns that are sent because they are returned."""
@@ -191,6 +208,8 @@ class Matching:
         for name, index in wanted.items():
             field = self._given.field(index)
             if self._count(field.name) > 1:
+                if any(problem.column == field.name for problem in self._problems):
+                    continue
                 self._add(f"{self._count(field.name)} columns are named `{field.name}`", field.name)
             elif name in names:
                 source = self._source(name)
@@ -200,7 +219,7 @@ class Matching:
                 text = f"column `{name}` would be returned and is also a result"
                 self._add(f"{text}; rename or drop it", name)
             else:
-                yield _Sent(name, field.name, (index,), field.with_name(name), None)
+                yield _Sent(name, field.name, (index,), field.with_name(name))
 
     def _without_repeats(self, sent: Sequence[_Sent]) -> list[_Sent]:
         """Send each struct once, as a whole if no field of it is cast or renamed."""
@@ -209,7 +228,7 @@ class Matching:
         for each in sent:
             if len(each.path) > 1 and each.path[0] not in split:
                 field = self._given.field(each.path[0])
-                whole = _Sent(field.name, field.name, each.path[:1], field, None)
+                whole = _Sent(field.name, field.name, each.path[:1], field)
                 kept.setdefault((whole.name, whole.path), whole)
             else:
                 kept.setdefault((each.name, each.path), each)
@@ -251,6 +270,8 @@ class Matching:
         got: str | None = None,
         nearest: str | None = None,
     ) -> None:
+        if any(each.message == problem for each in self._problems):
+            return
         model = self.model.name
         self._problems.append(
             ContractError(
@@ -266,13 +287,25 @@ class Matching:
 
 
 class _Sent(NamedTuple):
-    """A column that is sent: its name, its name and place in the given schema, and its cast."""
+    """A column that is sent.
+
+    Attributes:
+        name: Its name as it is sent.
+        source: Its name in the given schema.
+        path: Its place in the given schema.
+        field: Its field as it is sent.
+        given: Its given field, if it is an input.
+        declared: The declared type of the input.
+        cast: Its cast; None if it is sent as it is.
+    """
 
     name: str
     source: str
     path: tuple[int, ...]
     field: pa.Field
-    cast: _Cast | None
+    given: pa.Field | None = None
+    declared: str = ""
+    cast: _Cast | None = None
 
     @property
     def is_changed(self) -> bool:
@@ -312,14 +345,15 @@ class _Cast(NamedTuple):
     source: pa.DataType
     field: pa.Field
     is_checked: bool
+    is_safe: bool
 
     def convert(self, array: Any) -> Any:  # noqa: ANN401
         """Cast an array, or raise `_LossError`."""
         plain = _plain(array)
         try:
-            result = _cast(plain, _storage_of(self.field.type), is_safe=not self.is_checked)
+            result = _cast(plain, _storage_of(self.field.type), {"safe": self.is_safe})
             if self.is_checked:
-                back = _cast(result, plain.type, is_safe=True)
+                back = _cast(result, plain.type, {"safe": True})
                 if not _equal(_leaves(back), _leaves(plain)):
                     raise _LossError
         except pa.ArrowInvalid as error:
@@ -327,6 +361,26 @@ class _Cast(NamedTuple):
         if isinstance(self.field.type, pa.BaseExtensionType):
             return pa.ExtensionArray.from_storage(self.field.type, result)
         return result
+
+    def has_near_value(self, plain: Any) -> bool:  # noqa: ANN401
+        """Whether a cast with a loss gives values that are near these of one row."""
+        try:
+            result = _leaves(_cast(plain, _storage_of(self.field.type), _TRUNCATION))
+            result.validate(full=True)  # The digits of decimals.
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            return False
+        if _kind(_element(pa.field("", result.type))) not in ("number", "decimal"):
+            return True
+        if pa.types.is_boolean(result.type):
+            return False
+        given, near = (
+            _cast(each, pa.float64(), {"safe": False}) for each in (_leaves(plain), result)
+        )
+        # NaN, infinity and numbers that are out of range have no near value.
+        distance = pc.abs(pc.subtract(given, near))
+        distance_max = pc.max_element_wise(pc.multiply(pc.abs(given), _RELATIVE_MAX), 1.0)
+        is_near = pc.and_(pc.is_finite(distance), pc.less_equal(distance, distance_max))
+        return bool(pc.all(is_near, min_count=0).as_py())
 
 
 def _find_field(schema: pa.Schema, name: str) -> _Found | None:
@@ -400,11 +454,7 @@ def _form(field: pa.Field) -> _Form:
 
 
 def _is_list(kind: Any) -> bool:  # noqa: ANN401
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or _is_list_view(kind))
-
-
-def _is_list_view(kind: Any) -> bool:  # noqa: ANN401
-    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or is_list_view(kind))
 
 
 def _element(field: pa.Field) -> str:
@@ -416,7 +466,7 @@ def _element(field: pa.Field) -> str:
         return _ELEMENTS[kind]
     if pa.types.is_timestamp(kind):
         return f"timestamp[{kind.unit}]"
-    return _name(kind)
+    return _name(field)
 
 
 def _extension_name(field: pa.Field) -> str:
@@ -467,7 +517,9 @@ def _plan_cast(field: pa.Field, wanted: pa.Field, declared: str) -> _Cast | None
         target = pa.fixed_shape_tensor(leaf, field.type.shape)
     element = _element(pa.field("", leaf))
     is_checked = not is_null and source != element and not _is_exact(source, element)
-    return _if_possible(_Cast(field.type, pa.field(field.name, target), is_checked))
+    # An unsafe cast may give a decimal more digits than its precision.
+    is_safe = not is_checked or pa.types.is_decimal(leaf)
+    return _if_possible(_Cast(field.type, pa.field(field.name, target), is_checked, is_safe))
 
 
 def _fit(given: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> bool:
@@ -488,10 +540,9 @@ def _is_exact(source: str, target: str) -> bool:
         return int(source.lstrip("uint")) <= _DIGITS[target]
     if _kind(target) == "calendar":
         return _family(target) == "timestamp"
+    # Not decimals: pyarrow does not detect all that overflow.
     pair = (_kind(source), _kind(target))
-    return pair in (("decimal", "decimal"), ("time", "time"), ("duration", "duration")) or (
-        _kind(target) == "text"
-    )
+    return pair in (("time", "time"), ("duration", "duration")) or _kind(target) == "text"
 
 
 def _if_possible(cast: _Cast) -> _Cast | None:
@@ -520,7 +571,7 @@ def _plain(array: Any) -> Any:  # noqa: ANN401
         array = array.dictionary_decode()
     elif pa.types.is_run_end_encoded(array.type):
         array = pc.run_end_decode(array)
-    elif _is_list_view(array.type):
+    elif is_list_view(array.type):
         array = _lists(array)
     if array.type == pa.bool8():
         return array.storage.cast(pa.bool_())
@@ -534,30 +585,33 @@ def _lists(array: Any) -> Any:  # noqa: ANN401
     return pa.LargeListArray.from_arrays(offsets, array.flatten(), mask=array.is_null())
 
 
-def _cast(array: Any, target: Any, *, is_safe: bool) -> Any:  # noqa: ANN401
-    """Cast an array; pyarrow has few casts of float16, so most take a second step."""
-    source, wanted = _leaf_type(array.type), _leaf_type(target)
+def _cast(array: Any, target: Any, options: Mapping[str, bool]) -> Any:  # noqa: ANN401
+    """Cast an array with options of pyarrow, in several steps where it has no cast."""
+    source, wanted = _leaf(array.type), _leaf(target)
+    step = None
     if pa.types.is_float16(source) and not pa.types.is_floating(wanted):
-        array = array.cast(_with_leaf(array.type, pa.float32()))
+        step = pa.float32()
     elif pa.types.is_float16(wanted) and not pa.types.is_floating(source):
-        step = _with_leaf(array.type, pa.float64())
-        array = _cast(array, step, is_safe=is_safe)
-    return array.cast(target, safe=is_safe)
+        step = pa.float64()
+    elif pa.types.is_integer(source) and pa.types.is_decimal(wanted):
+        step = _INTEGER_DECIMAL
+    elif pa.types.is_decimal(source) and pa.types.is_floating(wanted):
+        # The cast to a float does not give the nearest one.
+        step = pa.utf8()
+    if step is not None and step != wanted:
+        array = _cast(array, _nested(_form(pa.field("", array.type)).levels, step), options)
+    if options.keys() == {"safe"}:
+        return array.cast(target, **options)
+    return array.cast(options=pc.CastOptions(target, **options))
 
 
-def _leaf_type(kind: Any) -> Any:  # noqa: ANN401
-    while _is_list(kind) or pa.types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    return kind
-
-
-def _with_leaf(kind: Any, leaf: Any) -> Any:  # noqa: ANN401
-    return _nested(_form(pa.field("", kind)).levels, leaf)
+def _leaf(kind: Any) -> Any:  # noqa: ANN401
+    return _form(pa.field("", kind)).leaf.type if kind.num_fields else kind
 
 
 def _leaves(array: Any) -> Any:  # noqa: ANN401
     """Return the innermost values of an array."""
-    while _is_list(array.type) or pa.types.is_fixed_size_list(array.type):
+    for _ in _form(pa.field("", array.type)).levels:
         array = array.flatten()
     return array.cast(pa.float32()) if pa.types.is_float16(array.type) else array
 
@@ -598,9 +652,13 @@ def _hint(nearest: str | None) -> str:
     return f"; the nearest is `{nearest}`" if nearest else ""
 
 
-def _text(field: pa.Field) -> str:
-    return "bfloat16" if _extension_name(field) == _BFLOAT16 else _name(field.type)
+def _name(field: pa.Field) -> str:
+    """Name of a field's type in errors."""
+    if _extension_name(field) == _BFLOAT16:
+        return "bfloat16"
+    return _ALIASES.get(str(field.type), str(field.type))
 
 
-def _name(kind: Any) -> str:  # noqa: ANN401
-    return _ALIASES.get(str(kind), str(kind))
+def _has_equal_fields(left: pa.Schema, right: pa.Schema) -> bool:
+    """Whether schemas differ in their own metadata at most."""
+    return bool(left.remove_metadata().equals(right.remove_metadata(), check_metadata=True))

@@ -122,8 +122,21 @@ class Calls(Protocol):
         version: str | None,
         terms: Mapping[str, Any] | None,
         timeout_s: float | None,
+        resume: bool,
     ) -> Any:  # noqa: ANN401
         """Score a stream of batches."""
+
+    def outcomes(
+        self,
+        model: str,
+        batches: Any,  # noqa: ANN401
+        *,
+        version: str | None,
+        terms: Mapping[str, Any] | None,
+        timeout_s: float | None,
+        resume: bool,
+    ) -> Any:  # noqa: ANN401
+        """Score a stream of batches, with errors of batches in place of results."""
 
 
 class Model:
@@ -198,10 +211,34 @@ class Model:
         *,
         terms: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
+        resume: bool = True,
     ) -> Any:  # noqa: ANN401
         """Score a stream of batches with the client's `stream`; see there."""
         return self._client.stream(
-            self.name, batches, version=self._version, terms=terms, timeout_s=timeout_s
+            self.name,
+            batches,
+            version=self._version,
+            terms=terms,
+            timeout_s=timeout_s,
+            resume=resume,
+        )
+
+    def outcomes(
+        self,
+        batches: Any,  # noqa: ANN401
+        *,
+        terms: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        resume: bool = True,
+    ) -> Any:  # noqa: ANN401
+        """Score a stream of batches with the client's `outcomes`; see there."""
+        return self._client.outcomes(
+            self.name,
+            batches,
+            version=self._version,
+            terms=terms,
+            timeout_s=timeout_s,
+            resume=resume,
         )
 
     def __repr__(self) -> str:

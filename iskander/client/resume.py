@@ -20,8 +20,7 @@ import pyarrow as pa
 
 from iskander import clock
 from iskander.client.retry import Attempts, Deadline
-from iskander.client.stream_writer import CallEndedError
-from iskander.errors import ContractError, IskanderError, ModelMoved
+from iskander.errors import ContractError, DeadlineExceeded, IskanderError, ModelMoved
 
 Item: TypeAlias = pa.RecordBatch | tuple[pa.RecordBatch, Mapping[str, Any]]
 """A batch, or a batch and its terms, such as `{"deadline_ms": 20, "priority": 0}`."""
@@ -30,7 +29,12 @@ Outcome: TypeAlias = pa.RecordBatch | IskanderError
 
 WINDOW_BATCHES = 256
 WINDOW_BYTES = 64 << 20
+_PAIR = 2
 _END = object()
+
+
+class CallEndedError(Exception):
+    """The call accepts no more batches."""
 
 
 class _Load(Protocol):
@@ -82,12 +86,12 @@ class Window:
         self._unanswered: deque[_Unanswered] = deque()
         self._bytes = 0
         self._sent = self._sent_max = 0  # Of the unanswered: by this call, and by any call.
-        self._rows = 0
+        self._rows = self._taken = 0
         self._schema: pa.Schema | None = None
         self._is_taking = self._is_exhausted = False
         self._current: WindowFeed | None = None
-        self.error: Exception | None = None
-        """Error of the caller's iterator."""
+        self.error: BaseException | None = None
+        """Error of the caller's iterator, or of one of its items."""
 
     @property
     def is_complete(self) -> bool:
@@ -99,6 +103,11 @@ class Window:
     def rows(self) -> int:
         """Rows without a result."""
         return self._rows
+
+    def has_caused(self, error: BaseException) -> bool:
+        """Whether an error is of the caller's iterator, not of the server."""
+        # At the deadline, no batch without a result means that the iterator was late.
+        return error is self.error or (isinstance(error, DeadlineExceeded) and not self._rows)
 
     def restart(self) -> WindowFeed:
         """Begin again at the oldest batch without a result, for a new call."""
@@ -133,7 +142,7 @@ class Window:
             StopIteration: All batches are sent.
             CallEndedError: The call of this feed has ended.
             DeadlineExceeded: The stream's deadline has passed.
-            Exception: The error of the caller's iterator.
+            BaseException: The error of the caller's iterator.
         """
         while True:
             with self._changed:
@@ -154,7 +163,7 @@ class Window:
         if is_again:
             waited_ms = (self._now_ns() - taken_ns) / clock.NS_PER_MS
             terms = shorten_deadline(terms, self._deadline_ms, waited_ms)
-        return batch, b"" if terms is None else json.dumps({"iskander": dict(terms)}).encode()
+        return batch, _encode(terms)
 
     def _wait_for(self, feed: WindowFeed) -> None:
         """Wait until there is a batch to send or to take; the lock is held."""
@@ -178,24 +187,38 @@ class Window:
         """Take a batch from the caller's iterator, outside the lock."""
         item, error = None, None
         try:
-            item = next(self._items, None)
-        except Exception as raised:  # Raised again on the caller's thread, whatever it is.
+            item = next(self._items, _END)
+        except BaseException as raised:  # Raised again on the caller's thread, whatever it is.
             error = raised
-        batch, terms = item if isinstance(item, tuple) else (item, None)
         with self._changed:
             self._is_taking = False
-            if batch is None:
-                self.error, self._is_exhausted = error, error is None
-            elif self._schema is not None and not batch.schema.equals(self._schema):
-                text = "all batches of a stream have one schema; this batch has another"
-                self.error = ContractError(text)
+            if error is not None:
+                self.error = error
+            elif item is _END:
+                self._is_exhausted = True
             else:
-                self._schema = batch.schema
-                self._unanswered.append(_Unanswered(batch, terms, self._now_ns()))
-                self._bytes += batch.nbytes
-                self._rows += batch.num_rows
-                self._update_load()
+                self._add(item)
             self._changed.notify_all()
+
+    def _add(self, item: Any) -> None:  # noqa: ANN401
+        """Add an item, or set the error if it is invalid; the lock is held."""
+        batch, terms = item if isinstance(item, tuple) and len(item) == _PAIR else (item, None)
+        has_terms = terms is None or isinstance(terms, Mapping)
+        if not isinstance(batch, pa.RecordBatch) or not has_terms:
+            text = f"item {self._taken} of the stream is {_kind(item)}"
+            self.error = ContractError(
+                f"{text}; expected a pyarrow.RecordBatch, or a pair of one and a mapping of terms"
+            )
+        elif self._schema is not None and not batch.schema.equals(self._schema):
+            text = "all batches of a stream have one schema"
+            self.error = ContractError(f"{text}; item {self._taken} has another than item 0")
+        else:
+            self._schema = batch.schema
+            self._taken += 1
+            self._unanswered.append(_Unanswered(batch, terms, self._now_ns()))
+            self._bytes += batch.nbytes
+            self._rows += batch.num_rows
+            self._update_load()
 
     def _update_load(self) -> None:
         if self._current is not None and self._current.load is not None:
@@ -237,7 +260,7 @@ def resumable(
 
     Raises:
         ModelMoved: The result schema of a later exchange differs from that of the earlier results.
-        Exception: The failure of the last exchange, or the error of the caller's iterator.
+        BaseException: The failure of the last exchange, or the error of the caller's iterator.
     """
     schema: pa.Schema | None = None
     try:
@@ -301,3 +324,19 @@ def shorten_deadline(
     if limit_ms is None:
         return terms
     return {**(terms or {}), "deadline_ms": max(limit_ms - waited_ms, 0.0)}
+
+
+def _encode(terms: Mapping[str, Any] | None) -> bytes:
+    """Encode the terms of a batch as `app_metadata`, without those that are None."""
+    if terms is None:
+        return b""
+    given = {name: value for name, value in terms.items() if value is not None}
+    return json.dumps({"iskander": given}).encode()
+
+
+def _kind(item: Any) -> str:  # noqa: ANN401
+    """Return the type of an item, and of the parts of a tuple."""
+    if isinstance(item, tuple):
+        return f"a tuple of {', '.join(map(_kind, item)) or 'nothing'}"
+    module, name = type(item).__module__, type(item).__qualname__
+    return name if module == "builtins" else f"{module}.{name}"

@@ -1,18 +1,20 @@
 """Retry policy: retryable errors, waits between attempts, and the retry budget of a client.
 
-Backoff, jitter and the hooks for logs and metrics are those of `stamina`, which is imported at the
-first retry.
+The hooks for logs and metrics are those of `stamina`, which is imported at the first retry. Its own
+waits cannot be interrupted.
 
 Runs on: the caller's threads. Source: gRFC A6 (the retry budget is its `retryThrottling`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import cast
 
 from iskander import clock
 from iskander.errors import (
@@ -26,12 +28,16 @@ from iskander.errors import (
     Unauthenticated,
 )
 
-if TYPE_CHECKING:
-    from stamina import Attempt
-
 TOKENS_MAX = 500.0
 """A killed gateway fails every open call at once: half of these tokens cover 250 calls."""
 SUCCESS_TOKENS = 0.1
+STATED_WAIT_MAX_S = 60.0
+"""Longest wait that an error may state: the maximum of an overloaded gateway. Only that of a
+quarantined model is longer, up to an hour."""
+SECONDS_MAX = 1e9
+"""Maximum of timeouts and waits: 31 years. The waits of `threading` overflow at 9.2e9 s."""
+_DOUBLINGS_MAX = 64
+"""Keeps the power finite for any number of attempts."""
 _SCHEDULED = (DeadlineUnreachable, DroppedFromQueue)
 """Decisions about one batch by its terms: the same batch, sent later, is later still."""
 
@@ -46,12 +52,39 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def is_gateway_failure(error: BaseException) -> bool:
-    """Whether other calls to the same gateway will fail too."""
+    """Whether other calls to the same gateway will probably fail too.
+
+    After a timeout of the client, with no answer, a probe finds out whether the gateway hangs.
+    """
+    if isinstance(error, DeadlineExceeded):
+        return error.is_unanswered
     return isinstance(error, Draining | ConnectionFailed)
 
 
+def require_seconds(value: object, name: str, *, minimum: float = 0.0) -> float:
+    """Return a number of seconds.
+
+    Raises:
+        ConfigError: It is no number, or out of range.
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    # NaN is in no range.
+    if not is_number or not minimum <= float(cast(Real, value)) <= SECONDS_MAX:
+        limits = f"up to {SECONDS_MAX:g}" if minimum < 0 else f"from {minimum:g} to {SECONDS_MAX:g}"
+        raise ConfigError(f"invalid time: {value!r}; expected seconds {limits} (`{name}`)")
+    return float(cast(Real, value))
+
+
 class Deadline:
-    """Deadline of a call with all its attempts; None: no deadline."""
+    """Deadline of a call with all its attempts.
+
+    Args:
+        timeout_s: Time from now; it has passed if this is negative. None: no deadline.
+        now_ns: Clock.
+
+    Raises:
+        ConfigError: The time is no finite number.
+    """
 
     __slots__ = ("_end_ns", "_now_ns")
 
@@ -59,7 +92,10 @@ class Deadline:
         self, timeout_s: float | None, *, now_ns: Callable[[], int] = clock.now_ns
     ) -> None:
         self._now_ns = now_ns
-        self._end_ns = None if timeout_s is None else now_ns() + int(timeout_s * clock.NS_PER_S)
+        self._end_ns = None
+        if timeout_s is not None:
+            seconds = require_seconds(timeout_s, "timeout_s", minimum=-SECONDS_MAX)
+            self._end_ns = now_ns() + int(seconds * clock.NS_PER_S)
 
     def remaining_s(self) -> float | None:
         """Return the time left for the next attempt.
@@ -74,8 +110,8 @@ class Deadline:
             raise DeadlineExceeded("the call's deadline has passed")
         return left_ns / clock.NS_PER_S
 
-    def is_before(self, wait_s: float) -> bool:
-        """Whether a wait ends after the deadline."""
+    def ends_within(self, wait_s: float) -> bool:
+        """Whether the deadline passes before a wait of this length is over."""
         if self._end_ns is None:
             return False
         return self._end_ns - self._now_ns() <= wait_s * clock.NS_PER_S
@@ -131,30 +167,41 @@ class Retry:
     is_enabled: bool = True
 
     def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ConfigError(f"retry attempts are {self.attempts}; the minimum is 1 (`attempts`)")
+        if type(self.attempts) is not int or self.attempts < 1:
+            text = f"invalid number of attempts: {self.attempts!r}; expected an integer from 1"
+            raise ConfigError(f"{text} (`attempts`)")
         for name in ("first_wait_s", "wait_max_s", "jitter_s"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ConfigError(f"a retry wait is {value:g} s; the minimum is 0 (`{name}`)")
+            require_seconds(getattr(self, name), name)
 
 
 OFF = Retry(is_enabled=False)
 
 
 class Attempts:
-    """Failed attempts of one call. It costs nothing until the first failure."""
+    """Failed attempts of one call.
 
-    __slots__ = ("_attempt", "_budget", "_context", "_deadline", "_failed", "_reason", "_retry")
+    Args:
+        retry: Limits and waits.
+        budget: Budget of the client.
+        deadline: Deadline of the call.
+        pause: Waits for a number of seconds; it may raise an error to end the call.
+    """
 
-    def __init__(self, retry: Retry, budget: RetryBudget, deadline: Deadline) -> None:
+    __slots__ = ("_budget", "_deadline", "_failed", "_pause", "_retry", "_waited_s")
+
+    def __init__(
+        self,
+        retry: Retry,
+        budget: RetryBudget,
+        deadline: Deadline,
+        pause: Callable[[float], None] = clock.pause_s,
+    ) -> None:
         self._retry = retry
         self._budget = budget
         self._deadline = deadline
-        self._context: Iterator[Attempt] | None = None
-        self._attempt: Attempt | None = None
+        self._pause = pause
         self._failed = 0
-        self._reason = ""
+        self._waited_s = 0.0
 
     def wait_after(self, error: Exception) -> None:
         """Wait before the next attempt.
@@ -165,20 +212,17 @@ class Attempts:
         if not self._retry.is_enabled or not is_retryable(error):
             raise error
         self._failed += 1
-        self._reason = f"limit {self._retry.attempts} (`attempts`)"
-        if self._context is None:
-            self._context = self._open_context()
-            self._attempt = next(self._context)
-        assert self._attempt is not None
-        with self._attempt:
-            raise error
-        try:
-            self._attempt = next(self._context)  # Waits, or raises the error.
-        except type(error):
+        stated_s = _stated_s(error)
+        wait_s = self._backoff_s() if stated_s is None else stated_s + self._jitter_s()
+        reason = self._reason_to_end(stated_s, wait_s)
+        if reason is not None:
             plural = "s" if self._failed > 1 else ""
-            error.add_note(f"failed after {self._failed} attempt{plural}: {self._reason}")
-            self.reset()  # The context refers to the error, whose traceback refers to this frame.
-            raise
+            error.add_note(f"failed after {self._failed} attempt{plural}: {reason}")
+            self.reset()
+            raise error
+        with self._reporting(error, wait_s):
+            self._pause(wait_s)
+        self._waited_s += wait_s
 
     def succeed(self) -> None:
         """Count the call as a success."""
@@ -186,36 +230,45 @@ class Attempts:
 
     def reset(self) -> None:
         """Count from zero again, after a result."""
-        self._context = self._attempt = None
         self._failed = 0
+        self._waited_s = 0.0
 
-    def _open_context(self) -> Iterator[Attempt]:
-        import stamina
-
-        retry = self._retry
-        return iter(
-            stamina.retry_context(
-                on=self._decide,
-                attempts=retry.attempts,
-                timeout=None,  # The deadline ends the attempts.
-                wait_initial=retry.first_wait_s,
-                wait_max=retry.wait_max_s,
-                wait_jitter=retry.jitter_s,
-            )
-        )
-
-    def _decide(self, error: Exception) -> bool | float:
-        """Return whether to retry with the usual wait, or the wait that the server stated."""
+    def _reason_to_end(self, stated_s: float | None, wait_s: float) -> str | None:
+        """Return why no other attempt follows; None if one does."""
         if not self._budget.fail():
-            self._reason = "the retry budget of this client is used up"
-            return False
-        stated_ms = error.retry_after_ms if isinstance(error, IskanderError) else None
-        if stated_ms:
-            wait_s = stated_ms / 1000 + random.uniform(0, self._retry.jitter_s)
-        else:
-            backoff_s = self._retry.first_wait_s * 2.0 ** (self._failed - 1)
-            wait_s = min(backoff_s, self._retry.wait_max_s)
-        if self._deadline.is_before(wait_s):
-            self._reason = "the next one would begin after the call's deadline"
-            return False
-        return wait_s if stated_ms else True
+            return "the retry budget of this client is used up"
+        if self._failed >= self._retry.attempts:
+            return f"limit {self._retry.attempts} (`attempts`)"
+        if stated_s is not None and stated_s > STATED_WAIT_MAX_S:
+            return f"the error states a wait of {stated_s:,.0f} s, limit {STATED_WAIT_MAX_S:.0f} s"
+        if self._deadline.ends_within(wait_s):
+            return "the next one would begin after the call's deadline"
+        return None
+
+    def _backoff_s(self) -> float:
+        doublings = min(self._failed - 1, _DOUBLINGS_MAX)
+        wait_s = self._retry.first_wait_s * 2.0**doublings + self._jitter_s()
+        return min(wait_s, self._retry.wait_max_s)
+
+    def _jitter_s(self) -> float:
+        return random.uniform(0, self._retry.jitter_s)
+
+    def _reporting(self, error: Exception, wait_s: float) -> contextlib.ExitStack:
+        """Report a retry to the hooks of `stamina`; return the contexts of its wait."""
+        from stamina.instrumentation import RetryDetails, get_on_retry_hooks
+
+        waited_s = self._waited_s
+        details = RetryDetails("iskander.client", (), {}, self._failed, wait_s, waited_s, error)
+        with contextlib.ExitStack() as stack:
+            for hook in get_on_retry_hooks():
+                context = hook(details)
+                if context is not None:
+                    stack.enter_context(context)
+            return stack.pop_all()
+
+
+def _stated_s(error: Exception) -> float | None:
+    """Return the wait that an error states; None if it states none."""
+    stated_ms = error.retry_after_ms if isinstance(error, IskanderError) else None
+    is_stated = isinstance(stated_ms, int | float) and stated_ms > 0
+    return cast(float, stated_ms) / 1000 if is_stated else None

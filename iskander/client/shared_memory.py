@@ -16,11 +16,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
-from iskander.control.shared_regions import BodyLocation, encode, request_region
+from iskander.client.retry import Deadline
+from iskander.client.sharing import WORTH_BYTES
+from iskander.control.shared_regions import REGION_HEADER, BodyLocation, encode, request_region
 from iskander.errors import NotReady, SegmentError
 from iskander.memory.segment import Segment
 
@@ -28,28 +29,34 @@ IDLE_REGIONS_MAX = 4
 
 
 class RegionPool:
-    """Idle regions of a client, reused by its streams; `locate` finds the gateway's socket."""
+    """Idle regions of a client, reused by its streams.
 
-    def __init__(self, locate: Callable[[], Path], length_bytes: int, timeout_s: float) -> None:
-        self._locate = locate
+    Args:
+        ask: Returns the path of the server's socket and its maximum size of a region, within a
+            number of seconds.
+        length_bytes: Size of each region.
+        is_reduced: A server's smaller limit is the size; else it is an error.
+    """
+
+    def __init__(
+        self, ask: Callable[[float], tuple[Path, int]], length_bytes: int, *, is_reduced: bool
+    ) -> None:
+        self._ask = ask
         self._length_bytes = length_bytes
-        self._timeout_s = timeout_s
+        self._is_reduced = is_reduced
         self._lock = threading.Lock()
         self._idle: list[Region] = []
         self._is_closed = False
 
-    def acquire(self, first: pa.RecordBatch) -> Region | None:
-        """Return a region for a stream, or None if its batches are unsuitable or too small."""
-        if not self.is_suitable(first):
-            return None
-        region = self._pop_idle() or self._request()
-        region.begin(first.schema)
-        return region
+    def acquire(self, schema: pa.Schema, timeout_s: float) -> RegionLease:
+        """Return a region for a stream of batches with this schema.
 
-    def is_suitable(self, first: pa.RecordBatch) -> bool:
-        """Whether a stream that begins with this batch gets a region."""
-        is_large = self._length_bytes > 0 and first.nbytes >= WORTH_BYTES
-        return is_large and can_share(first.schema)
+        Raises:
+            IskanderError: The server offers or grants none, or its socket cannot be reached.
+        """
+        region = self._pop_idle() or self._request(timeout_s)
+        region.begin(schema)
+        return RegionLease(self, region)
 
     def release(self, region: Region, *, is_usable: bool = True) -> None:
         """Keep a region for the next stream, or close it."""
@@ -76,16 +83,39 @@ class RegionPool:
                 region.close()
         return None
 
-    def _request(self) -> Region:
-        path = self._locate()
+    def _request(self, timeout_s: float) -> Region:
+        deadline = Deadline(timeout_s)
+        path, limit_bytes = self._ask(timeout_s)
+        length_bytes = self._length_bytes
+        if self._is_reduced:
+            length_bytes = min(length_bytes, limit_bytes)
+        left_s = deadline.remaining_s()
+        assert left_s is not None
         try:
-            return Region(path, self._length_bytes, self._timeout_s)
+            return Region(path, length_bytes, left_s)
         except OSError as error:
             raise NotReady(f"no shared memory: {path} cannot be reached: {error}") from error
 
 
-WORTH_BYTES = 65_536
-"""Smaller batches cost less over the connection."""
+class RegionLease:
+    """A region of a pool for one stream.
+
+    Attributes:
+        headers: Headers of the stream's call.
+        is_usable: Another stream may use the region after this one.
+    """
+
+    def __init__(self, pool: RegionPool, region: Region) -> None:
+        self._pool = pool
+        self.region = region
+        self.headers = [(REGION_HEADER.encode(), region.name.encode())]
+        self.is_usable = True
+
+    def release(self) -> None:
+        """Return the region to its pool."""
+        self._pool.release(self.region, is_usable=self.is_usable)
+
+
 ALIGNMENT = 64
 _PREFIX = struct.Struct("<4xi")
 """Start of an encapsulated message: continuation marker and header length."""
@@ -190,18 +220,6 @@ def _header_end(view: memoryview, at: int) -> int:
     """Return the end of the header of the encapsulated message at `at`."""
     (length,) = _PREFIX.unpack_from(view, at)
     return at + _PREFIX.size + int(length)
-
-
-def can_share(schema: pa.Schema) -> bool:
-    """Whether each batch of a schema is one message: dictionaries are separate messages."""
-    return not any(_has_dictionary(field.type) for field in schema)
-
-
-def _has_dictionary(kind: Any) -> bool:  # noqa: ANN401
-    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
-    if pa.types.is_dictionary(kind):
-        return True
-    return any(_has_dictionary(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def _free_start(ranges: deque[tuple[int, int]], length: int, size: int) -> int | None:

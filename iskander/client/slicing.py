@@ -10,13 +10,13 @@ Runs on: the caller's threads. Pure.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from iskander.errors import LimitExceeded
+from iskander.errors import ContractError, LimitExceeded
 
 ROWS_MIN = 8192
 """Batches with fewer rows are joined with their neighbours."""
@@ -31,6 +31,7 @@ def slices(
     bytes_max: int,
     string_bytes_max: int | None = None,
     rows_min: int = ROWS_MIN,
+    strings: Sequence[int] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of batches, in order, in batches within the limits.
 
@@ -40,6 +41,7 @@ def slices(
         bytes_max: Bytes of a batch, `limits.bytes` of the server.
         string_bytes_max: Bytes of the strings of a batch, `limits.string_bytes` of the server.
         rows_min: Smaller batches are joined to this number of rows; 0: none are joined.
+        strings: `string_columns` of the schema, if they are known.
 
     Returns:
         Batches with rows; one without rows if there are batches and none has rows.
@@ -59,19 +61,67 @@ def slices(
             empty = batch
             continue
         has_rows = True
-        for part in _cut(batch, limits, row):
+        if strings is None:
+            strings = string_columns(batch.schema)
+        for part in _cut(batch, limits, row, strings):
             if pending and joined.factor(size.plus(part.size)) > 1:
                 yield from _join(pending)
-                pending, size = [], _NOTHING
+                pending = []
+            size = size.plus(part.size) if pending else part.size
             pending.append(part.batch)
-            size = size.plus(part.size)
             if size.rows >= rows_min:
                 yield from _join(pending)
-                pending, size = [], _NOTHING
+                pending = []
         row += batch.num_rows
     yield from _join(pending)
     if empty is not None and not has_rows:
         yield empty
+
+
+def whole(
+    batches: Iterable[pa.RecordBatch], *, rows_max: int, bytes_max: int, string_bytes_max: int
+) -> pa.RecordBatch:
+    """Return the rows of one or more batches as one batch.
+
+    Args:
+        batches: Batches of one schema. They are read until they exceed a limit.
+        rows_max: Rows of the batch, `limits.rows` of the server.
+        bytes_max: Bytes of the batch, `limits.bytes` of the server.
+        string_bytes_max: Bytes of its strings, `limits.string_bytes` of the server.
+
+    Raises:
+        LimitExceeded: The batches exceed a limit.
+        ContractError: The batches cannot be joined.
+    """
+    limits = _Limits(rows_max, bytes_max, string_bytes_max)
+    parts: list[pa.RecordBatch] = []
+    rows = read_bytes = 0
+    checked_bytes = bytes_max
+    for batch in batches:
+        if not batch.num_rows and parts:
+            continue
+        rows += batch.num_rows
+        limits.require(_Size(rows, 0, 0), "at least ")
+        parts.append(batch)
+        read_bytes += batch.nbytes
+        if read_bytes > checked_bytes:
+            # The joined batch may be smaller: dictionaries are counted once.
+            part = _measured(_joined(parts), limits, string_columns(batch.schema))
+            limits.require(part.size, "at least ")
+            parts = [part.batch]
+            read_bytes, checked_bytes = part.size.bytes, part.size.bytes + bytes_max
+    part = _measured(_joined(parts), limits, string_columns(parts[0].schema))
+    limits.require(part.size)
+    return part.batch
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    if len(batches) == 1:
+        return batches[0]
+    try:
+        return pa.concat_batches(batches)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ContractError(f"the batches cannot be joined to one: {error}") from None
 
 
 class _Size(NamedTuple):
@@ -102,28 +152,41 @@ class _Limits(NamedTuple):
 
     def factor(self, size: _Size) -> int:
         """Return the number of batches that a size needs; 1 if it is within the limits."""
-        pairs = [(size.rows, self.rows), (size.bytes, self.bytes)]
-        if self.string_bytes is not None:
-            pairs.append((size.string_bytes, self.string_bytes))
-        return max(-(-count // limit) for count, limit in pairs)
+        count = max(-(-size.rows // self.rows), -(-size.bytes // self.bytes))
+        if self.string_bytes is None:
+            return count
+        return max(count, -(-size.string_bytes // self.string_bytes))
+
+    def require(self, size: _Size, quantifier: str = "") -> None:
+        """Raise LimitExceeded if the size of a batch is above a limit."""
+        for name, count, limit in self._named(size):
+            if count > limit:
+                text = f"{quantifier}{count:,} {name.replace('_', ' ')} in one batch, "
+                text += f"limit {limit:,} (`limits.{name}`)"
+                raise LimitExceeded(text, wanted=limit, got=count)
 
     def require_row(self, size: _Size, row: int) -> None:
         """Raise LimitExceeded if the size of one row is above a limit."""
-        named = [("bytes", size.bytes, self.bytes)]
-        if self.string_bytes is not None:
-            named.append(("string_bytes", size.string_bytes, self.string_bytes))
-        for name, count, limit in named:
+        for name, count, limit in self._named(size):
             if count > limit:
                 text = f"row {row} alone has {count} {name.replace('_', ' ')}, "
                 text += f"limit {limit} (`limits.{name}`)"
                 raise LimitExceeded(text, row=row, wanted=limit, got=count)
 
+    def _named(self, size: _Size) -> list[tuple[str, int, int]]:
+        named = [("rows", size.rows, self.rows), ("bytes", size.bytes, self.bytes)]
+        if self.string_bytes is not None:
+            named.append(("string_bytes", size.string_bytes, self.string_bytes))
+        return named
 
-def _cut(batch: pa.RecordBatch, limits: _Limits, row: int) -> Iterator[_Part]:
+
+def _cut(
+    batch: pa.RecordBatch, limits: _Limits, row: int, strings: Sequence[int]
+) -> Iterator[_Part]:
     """Yield parts of a batch within the limits; `row` is the number of its first row."""
     rows = batch.num_rows
     if rows <= limits.rows:
-        part = _measured(batch, limits)
+        part = _measured(batch, limits, strings)
         count = limits.factor(part.size)
         if count <= 1:
             yield part
@@ -135,37 +198,46 @@ def _cut(batch: pa.RecordBatch, limits: _Limits, row: int) -> Iterator[_Part]:
         count = -(-rows // limits.rows)
     length = -(-rows // min(count, rows))
     for start in range(0, rows, length):
-        yield from _cut(batch.slice(start, length), limits, row + start)
+        yield from _cut(batch.slice(start, length), limits, row + start, strings)
 
 
-def _join(batches: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _join(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
     if len(batches) > 1:
         # Dictionaries may not fit one index type together, and some types cannot be joined.
         with contextlib.suppress(pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            batches = [pa.concat_batches(batches)]
-    yield from batches
+            return [pa.concat_batches(batches)]
+    return batches
 
 
-def _measured(batch: pa.RecordBatch, limits: _Limits) -> _Part:
+def _measured(batch: pa.RecordBatch, limits: _Limits, strings: Sequence[int]) -> _Part:
     """Return a batch and its size; unused bytes of views are dropped if that may matter."""
-    size = _size(batch)
+    size = _size(batch, strings)
     is_large = size.bytes > VIEW_BYTES_MIN or limits.factor(size) > 1
     if is_large and any(_is_view(field.type) for field in batch.schema):
         columns = [_compact(column) for column in batch.columns]
         batch = pa.RecordBatch.from_arrays(columns, schema=batch.schema)
-        size = _size(batch)
+        size = _size(batch, strings)
     return _Part(batch, size)
 
 
-def _size(batch: pa.RecordBatch) -> _Size:
+def _size(batch: pa.RecordBatch, strings: Sequence[int]) -> _Size:
     """Bytes of a batch's message, and of its strings."""
     message_bytes = pa.ipc.get_record_batch_size(batch)
-    return _Size(batch.num_rows, message_bytes, sum(map(_string_bytes, batch.columns)))
+    string_bytes = 0
+    for index in strings:
+        string_bytes += _string_bytes(batch.column(index))
+    return _Size(batch.num_rows, message_bytes, string_bytes)
+
+
+def string_columns(schema: pa.Schema) -> list[int]:
+    """Return the columns that may have strings, at any depth."""
+    is_primitive = pa.types.is_primitive
+    return [index for index, kind in enumerate(schema.types) if not is_primitive(kind)]
 
 
 def _compact(column: Any) -> Any:  # noqa: ANN401
     """Return a column of views with the text or elements of its own rows only."""
-    if _is_list_view(column.type):
+    if is_list_view(column.type):
         return pa.concat_arrays([column])
     if not _is_text_view(column.type):
         return column
@@ -174,10 +246,11 @@ def _compact(column: Any) -> Any:  # noqa: ANN401
 
 
 def _is_view(kind: Any) -> bool:  # noqa: ANN401
-    return _is_text_view(kind) or _is_list_view(kind)
+    return _is_text_view(kind) or is_list_view(kind)
 
 
-def _is_list_view(kind: Any) -> bool:  # noqa: ANN401
+def is_list_view(kind: Any) -> bool:  # noqa: ANN401
+    """Whether a type has views of lists."""
     return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 

@@ -10,33 +10,17 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from iskander.client.flight_errors import FLIGHT_ERRORS
+from iskander.client.resume import CallEndedError, WindowFeed
 
 if TYPE_CHECKING:
     from iskander.client.shared_memory import Region
 
 JOIN_S = 1.0
-
-
-class CallEndedError(Exception):
-    """The call accepts no more batches."""
-
-
-class Feed(Protocol):
-    """Batches of one call with their `app_metadata`, all of one schema."""
-
-    def __iter__(self) -> Iterator[tuple[pa.RecordBatch, bytes]]:
-        """Return itself."""
-
-    def __next__(self) -> tuple[pa.RecordBatch, bytes]:
-        """Return the next batch; raise CallEndedError after `end`."""
-
-    def end(self) -> None:
-        """End a wait in `__next__`, after the end of the call."""
 
 
 class StreamWriter(threading.Thread):
@@ -52,7 +36,7 @@ class StreamWriter(threading.Thread):
         writer: Any,  # noqa: ANN401
         reader: Any,  # noqa: ANN401
         first: tuple[pa.RecordBatch, bytes],
-        rest: Feed,
+        rest: WindowFeed,
         region: Region | None,
     ) -> None:
         super().__init__(name="iskander-feeder", daemon=True)
@@ -66,7 +50,7 @@ class StreamWriter(threading.Thread):
         self._lock = threading.Lock()
         self._sent = self._received = 0
         self._is_exhausted = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.has_ended_call = False
 
     def run(self) -> None:
@@ -78,7 +62,7 @@ class StreamWriter(threading.Thread):
                 self._write(batch, metadata)
         except CallEndedError:
             return  # The reader receives the reason.
-        except Exception as error:
+        except BaseException as error:  # Raised again on the caller's thread, whatever it is.
             self.error = error
         with self._lock:
             self._is_exhausted = True

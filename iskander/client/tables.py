@@ -24,6 +24,21 @@ _ACCEPTED = (
     "a pyarrow table, batch, reader or dataset, a Polars, pandas, DuckDB or Ibis table, an object "
     "with __arrow_c_stream__ or __arrow_c_array__, or a dict of NumPy arrays"
 )
+_TEXTS = (pa.utf8(), pa.large_utf8())
+_NULLABLE = {
+    pa.bool_(): "boolean",
+    pa.int8(): "Int8",
+    pa.int16(): "Int16",
+    pa.int32(): "Int32",
+    pa.int64(): "Int64",
+    pa.uint8(): "UInt8",
+    pa.uint16(): "UInt16",
+    pa.uint32(): "UInt32",
+    pa.uint64(): "UInt64",
+    pa.float32(): "Float32",
+    pa.float64(): "Float64",
+}
+"""Nullable dtypes of pandas."""
 _CONVERSION_ERRORS = (pa.ArrowException, ValueError, TypeError, OverflowError)
 """Errors of pyarrow for values that have no Arrow type."""
 
@@ -35,11 +50,13 @@ class Source(NamedTuple):
         schema: Schema of all batches.
         batches: Record batches in order; an empty table yields one of no rows.
         restore: Returns result batches as an object of the caller's library.
+        is_live: Whether the caller reads results while batches are still read.
     """
 
     schema: pa.Schema
     batches: Batches
     restore: Restore
+    is_live: bool = False
 
 
 def open_source(data: Any) -> Source:  # noqa: ANN401
@@ -53,7 +70,7 @@ def open_source(data: Any) -> Source:  # noqa: ANN401
     if isinstance(data, pa.Table):
         return _table_source(data, _to_table)
     if isinstance(data, pa.RecordBatchReader):
-        return _reader_source(data, _to_reader)
+        return _reader_source(data, _to_reader)._replace(is_live=True)
     if isinstance(data, Mapping):
         return _table_source(_columns_table(data), _to_columns)
     for kind in type(data).__mro__:
@@ -141,18 +158,51 @@ def _open_pandas(data: Any) -> Source | None:  # noqa: ANN401
     """Open a data frame; the result has its index."""
     if not isinstance(data, sys.modules["pandas"].DataFrame):
         return None
-
-    def to_pandas(schema: pa.Schema, results: Batches) -> Any:  # noqa: ANN401
-        # Without the metadata of the sent frame, which describes its index.
-        frame = _to_table(schema, results).replace_schema_metadata(None).to_pandas()
-        frame.index = data.index
-        return frame
-
     try:
         table = pa.Table.from_pandas(data, preserve_index=False)
     except _CONVERSION_ERRORS as error:
         raise ContractError(f"the pandas frame is no Arrow table: {error}") from None
+    dtypes = dict(zip(table.column_names, data.dtypes, strict=True))
+
+    def to_pandas(schema: pa.Schema, results: Batches) -> Any:  # noqa: ANN401
+        # Without the metadata of the sent frame, which describes its index.
+        scored = _to_table(schema, results).replace_schema_metadata(None)
+        kept = {}
+        for position, (name, column) in enumerate(zip(schema.names, scored.columns, strict=True)):
+            is_same = name in dtypes and table.schema.field(name).type == column.type
+            dtype = _extension_dtype(column, dtypes.get(name), is_same=is_same)
+            if dtype is not None:
+                kept[position] = dtype
+        frame = scored.select([i for i in range(len(schema)) if i not in kept]).to_pandas()
+        # An empty selection has no rows.
+        frame = frame if frame.shape[1] else sys.modules["pandas"].DataFrame(index=data.index)
+        frame.index = data.index
+        for position, dtype in kept.items():
+            values = dtype.__from_arrow__(scored.column(position))
+            frame.insert(position, schema.names[position], values)
+        return frame
+
     return _table_source(table.replace_schema_metadata(None), to_pandas)
+
+
+def _extension_dtype(column: pa.ChunkedArray, given: Any, *, is_same: bool) -> Any | None:  # noqa: ANN401
+    """Return the extension dtype of a result; None: the one that pyarrow chooses.
+
+    Args:
+        column: The result.
+        given: Dtype of the frame's column of this name; None without one.
+        is_same: Whether that column has the Arrow type of the result.
+    """
+    pandas, kind = sys.modules["pandas"], column.type
+    is_extension = hasattr(given, "__from_arrow__")
+    if isinstance(given, pandas.ArrowDtype):
+        return pandas.ArrowDtype(kind)
+    if is_extension and (is_same or (kind in _TEXTS and isinstance(given, pandas.StringDtype))):
+        return given
+    # NumPy has no null integers, and floats would change large ones.
+    is_nullable = column.null_count and not pa.types.is_floating(kind)
+    name = _NULLABLE.get(kind) if is_extension or is_nullable else None
+    return None if name is None else pandas.api.types.pandas_dtype(name)
 
 
 def _open_polars(data: Any) -> Source | None:  # noqa: ANN401
@@ -163,16 +213,39 @@ def _open_polars(data: Any) -> Source | None:  # noqa: ANN401
         return polars.from_arrow(_to_table(schema, results))
 
     if isinstance(data, polars.LazyFrame):
-        schema = _stream(polars.DataFrame(schema=data.collect_schema())).schema
-        batches = (batch for frame in _collected(data) for batch in _stream(frame))
+        schema = _polars_stream(polars.DataFrame(schema=data.collect_schema())).schema
+        batches = (batch for frame in _collected(data) for batch in _polars_stream(frame))
         return Source(
             schema,
             _at_least_one(schema, batches),
             lambda schema, results: to_frame(schema, results).lazy(),
         )
     if isinstance(data, polars.DataFrame):
-        return _reader_source(_stream(data), to_frame)
+        return _reader_source(_polars_stream(data), to_frame)
     return None
+
+
+def _polars_stream(frame: Any) -> pa.RecordBatchReader:  # noqa: ANN401
+    """Return the batches of a frame; an error names the column of a type that Arrow lacks."""
+    polars = sys.modules["polars"]
+    for name, dtype in frame.schema.items():
+        # Polars exports the addresses of its objects.
+        if dtype == polars.Object:
+            raise _polars_type_error(name, dtype)
+    try:
+        return pa.RecordBatchReader.from_stream(frame)
+    except pa.ArrowInvalid:
+        for name, dtype in frame.schema.items():
+            try:
+                pa.RecordBatchReader.from_stream(frame.select(name).clear())
+            except pa.ArrowInvalid:
+                raise _polars_type_error(name, dtype) from None
+        raise
+
+
+def _polars_type_error(name: str, dtype: Any) -> ContractError:  # noqa: ANN401
+    text = f"column `{name}` has the Polars type {dtype}, which Arrow lacks; cast or drop it"
+    return ContractError(text, column=name, got=str(dtype))
 
 
 def _collected(data: Any) -> Iterator[Any]:  # noqa: ANN401
@@ -248,15 +321,28 @@ def _to_columns(schema: pa.Schema, results: Batches) -> dict[str, Any]:
 
 def _numpy(column: pa.ChunkedArray) -> Any:  # noqa: ANN401
     array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
-    shape = [len(array)]
     if isinstance(array.type, pa.FixedShapeTensorType):
-        array, sizes = array.storage, array.type.shape
-        if not array.null_count:
-            array, shape = array.flatten(), [*shape, *sizes]
+        return _numpy_tensors(array)
+    shape = [len(array)]
     while pa.types.is_fixed_size_list(array.type) and not array.null_count:
         shape.append(array.type.list_size)
         array = array.flatten()
     return array.to_numpy(zero_copy_only=False).reshape(shape)
+
+
+def _numpy_tensors(array: Any) -> Any:  # noqa: ANN401
+    """Return tensors as one array; with nulls, as an array of arrays and None."""
+    if array.null_count:
+        tensors = iter(_numpy_tensors(array.drop_null()))
+        rows = array.is_null().to_numpy(zero_copy_only=False).astype(object)
+        for index, is_null in enumerate(rows):
+            rows[index] = None if is_null else next(tensors)
+        return rows
+    shape, axes = array.type.shape, array.type.permutation
+    values = array.storage.flatten().to_numpy(zero_copy_only=False)
+    values = values.reshape([len(array), *shape])
+    # `to_numpy_ndarray` of pyarrow 26 has wrong strides if a permutation is not its own inverse.
+    return values if axes is None else values.transpose(0, *(axis + 1 for axis in axes))
 
 
 _LIBRARIES: dict[str, Callable[[Any], Source | None]] = {

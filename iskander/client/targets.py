@@ -13,14 +13,16 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import random
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from iskander import clock
 from iskander.client.retry import is_gateway_failure
-from iskander.errors import ConfigError, NotReady
+from iskander.errors import ConfigError, IskanderError, NotReady
 
 AGE_S = 1800.0
 """Age at which a connection is replaced, so that new nodes behind one name get calls."""
@@ -31,6 +33,8 @@ _PROBE_MAX_S = 5.0
 _AGAIN_S = 30.0
 """Wait after a failed lookup or a failed replacement."""
 _JOIN_S = 1.0
+_ADDRESS = re.compile(r"unix:.+|(?:\[[^\[\]/\s]+\]|[^\[\]:/@\s]+):(?P<port>[0-9]{1,5})", re.ASCII)
+_PORT_MAX = 65_535
 
 
 class Address(NamedTuple):
@@ -85,14 +89,31 @@ class Target:
 
 
 class Lease:
-    """Use of a target by one attempt of a call; a stream updates its outstanding `rows`."""
+    """Use of a target by one attempt of a call; a stream updates its outstanding `rows`.
 
-    __slots__ = ("opened", "rows", "target")
+    As a context, it ends with the attempt. An `IskanderError` is the failure of the attempt.
+    """
 
-    def __init__(self, target: Target, rows: int) -> None:
+    __slots__ = ("_end", "opened", "rows", "target")
+
+    def __init__(
+        self, target: Target, rows: int, end: Callable[[Lease, IskanderError | None], None]
+    ) -> None:
+        self._end = end
         self.target = target
         self.opened = target.opened
         self.rows = rows
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end(self, error if isinstance(error, IskanderError) else None)
 
     @property
     def connection(self) -> Any:  # noqa: ANN401
@@ -104,7 +125,7 @@ class Targets:
     """Gateways of a client.
 
     Args:
-        addresses: `HOST:PORT` or `unix:PATH`, at least one.
+        addresses: `HOST:PORT` or `unix:PATH`, or several of them.
         connect: Opens a connection to an address.
         is_resolved: Make one target of each IP address of a host name, and look names up again
             after `age_s`.
@@ -113,13 +134,13 @@ class Targets:
         look_up: `socket.getaddrinfo`.
 
     Raises:
-        ConfigError: There is no address, or one has no port.
+        ConfigError: There is no address, or one is invalid.
         NotReady: A host name cannot be resolved.
     """
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        addresses: str | Sequence[str],
         connect: Callable[[Address], Connection],
         *,
         is_resolved: bool = False,
@@ -127,8 +148,7 @@ class Targets:
         now_ns: Callable[[], int] = clock.now_ns,
         look_up: Callable[..., Iterable[Any]] = socket.getaddrinfo,
     ) -> None:
-        if not addresses:
-            raise ConfigError("a client has no address; the minimum is one")
+        texts = _require_addresses(addresses)
         self._connect = connect
         self._age_s = age_s
         self._now_ns = now_ns
@@ -136,8 +156,8 @@ class Targets:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._names = [text for text in addresses if is_resolved and _is_name(text)]
-        fixed = [Address(text) for text in addresses if text not in self._names]
+        self._names = [text for text in texts if is_resolved and _is_name(text)]
+        fixed = [Address(text) for text in texts if text not in self._names]
         self._fixed = tuple(dict.fromkeys(fixed))
         self._lookup_ns: int | None = None
         self._targets = [self._open(address) for address in self._addresses()]
@@ -149,12 +169,19 @@ class Targets:
     def __len__(self) -> int:
         return len(self._targets)
 
-    def pick(self, rows: int = 0, *, avoid: Target | None = None) -> Lease:
+    def pick(
+        self,
+        rows: int = 0,
+        *,
+        avoid: Target | None = None,
+        end: Callable[[Lease, IskanderError | None], None] | None = None,
+    ) -> Lease:
         """Lease the ready target with the fewest outstanding rows.
 
         Args:
             rows: Rows of the call.
             avoid: Target of the failed attempt before this one; used only if it is the only one.
+            end: Ends the lease as a context, instead of `release`.
         """
         targets = self._targets
         target = targets[0] if len(targets) == 1 else _least_loaded(targets, avoid)
@@ -162,7 +189,7 @@ class Targets:
         with self._changed:
             if self._now_ns() >= target.opened.expires_ns and not self._is_closed:
                 retired = self._replace(target)
-            lease = Lease(target, rows)
+            lease = Lease(target, rows, end or self.release)
             lease.opened.leases.add(lease)
         if retired is not None:
             self._retire(retired)
@@ -202,7 +229,8 @@ class Targets:
         """
         if self._lookup_ns is not None and self._now_ns() >= self._lookup_ns:
             self._lookup_ns = self._now_ns() + _ns(min(self._age_s, _AGAIN_S))
-            with contextlib.suppress(NotReady):  # The targets stay as they are.
+            # The targets stay as they are if a name is not found or a TLS file cannot be read.
+            with contextlib.suppress(NotReady, ConfigError):
                 self._update(self._addresses())
                 self._lookup_ns = self._now_ns() + _ns(self._age_s)
         for target in self._targets:
@@ -211,7 +239,7 @@ class Targets:
         return self._wait_s()
 
     def _probe(self, target: Target) -> None:
-        lease = Lease(target, 0)
+        lease = Lease(target, 0, self.release)
         with self._changed:
             lease.opened.leases.add(lease)
         is_ready = False
@@ -277,31 +305,45 @@ class Targets:
             self._thread.start()
 
     def _run(self) -> None:
-        while True:
-            self.tend()
+        try:
+            while True:
+                self.tend()
+                with self._changed:
+                    wait_s = self._wait_s()
+                    if wait_s is None or self._is_closed:
+                        self._thread = None  # Under the lock: a target that is left now starts one.
+                        return
+                    self._changed.wait(wait_s)
+        finally:
             with self._changed:
-                wait_s = self._wait_s()
-                if wait_s is None or self._is_closed:
+                if self._thread is threading.current_thread():
                     self._thread = None
-                    return
-                self._changed.wait(wait_s)
 
 
 class Route:
-    """Targets of the attempts of one call: each avoids the target of the failed one before it."""
+    """Targets of the attempts of one call: each avoids the target of the failed one before it.
 
-    __slots__ = ("_avoid", "_targets")
+    Args:
+        targets: Targets of the client.
+        is_callers: Whether an error is of the caller, and no failure of the target.
+    """
 
-    def __init__(self, targets: Targets) -> None:
+    __slots__ = ("_avoid", "_is_callers", "_targets")
+
+    def __init__(
+        self, targets: Targets, is_callers: Callable[[BaseException], bool] | None = None
+    ) -> None:
         self._targets = targets
+        self._is_callers = is_callers
         self._avoid: Target | None = None
 
-    def begin(self, rows: int) -> Lease:
-        """Lease a target for an attempt."""
-        return self._targets.pick(rows, avoid=self._avoid)
+    def attempt(self, rows: int) -> Lease:
+        """Lease a target for an attempt, as a context."""
+        return self._targets.pick(rows, avoid=self._avoid, end=self._end)
 
-    def end(self, lease: Lease, error: BaseException | None = None) -> None:
-        """End an attempt."""
+    def _end(self, lease: Lease, error: IskanderError | None) -> None:
+        if error is not None and self._is_callers is not None and self._is_callers(error):
+            error = None
         if error is not None:
             self._avoid = lease.target
         self._targets.release(lease, error)
@@ -316,21 +358,37 @@ def resolve(text: str, look_up: Callable[..., Iterable[Any]]) -> list[Address]:
     host, _, port = text.rpartition(":")
     try:
         found = look_up(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label is too long.
         raise NotReady(f"the host name of {text} cannot be resolved: {error}") from error
     hosts = sorted({entry[4][0] for entry in found})
     return [Address(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}", host) for ip in hosts]
 
 
+def _require_addresses(addresses: object) -> list[str]:
+    """Return the addresses of a client.
+
+    Raises:
+        ConfigError: There is none, or one is invalid.
+    """
+    if isinstance(addresses, bytes) or not isinstance(addresses, str | Iterable):
+        raise ConfigError(f"invalid address {addresses!r}: expected HOST:PORT or unix:PATH")
+    texts = [addresses] if isinstance(addresses, str) else list(addresses)
+    if not texts:
+        raise ConfigError("a client has no address; the minimum is one")
+    for text in texts:
+        match = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
+        port = None if match is None else match["port"]
+        if match is None or (port is not None and not 0 < int(port) <= _PORT_MAX):
+            raise ConfigError(f"invalid address {text!r}: expected HOST:PORT or unix:PATH")
+    return texts
+
+
 def _is_name(text: str) -> bool:
-    """Whether the host of an address is a name, not an IP address or a path."""
-    host, _, port = text.rpartition(":")
+    """Whether the host of a valid address is a name, not an IP address or a path."""
     if text.startswith("unix:"):
         return False
-    if not host or not port:
-        raise ConfigError(f"invalid address {text}: expected HOST:PORT or unix:PATH")
     try:
-        ipaddress.ip_address(host.strip("[]"))
+        ipaddress.ip_address(text.rpartition(":")[0].strip("[]"))
     except ValueError:
         return True
     return False

@@ -265,12 +265,12 @@ def test_closed_client_is_a_named_error(server: Foreign) -> None:
     client = client_of(server)
     client.close()
     for call in calls_of(client):
-        with named(Cancelled, "m", pa.ArrowException):
+        with named(Cancelled, "m", None):
             call()
 
 
 def test_invalid_arguments_are_config_errors(server: Foreign, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="invalid address bad host:1: Cannot parse"):
+    with pytest.raises(ConfigError, match="invalid address 'bad host:1': expected HOST:PORT"):
         Client("bad host:1")
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("garbage")

@@ -23,6 +23,7 @@ from iskander.client import OFF, AsyncClient, Client, Retry
 from iskander.errors import (
     ConnectionFailed,
     ContractError,
+    DeadlineExceeded,
     IskanderError,
     ModelNotFound,
     Unauthenticated,
@@ -101,6 +102,30 @@ def batch(first: int, rows: int) -> pa.RecordBatch:
 
 def is_right(result: Any, first: int, rows: int) -> bool:
     return bool(result["y"].to_pylist() == (3 * np.arange(first, first + rows) + 1).tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [3, ROWS], ids=["small", "shared"])
+def test_suspended_gateway_is_left_until_it_runs_again(pair: list[Gateway], rows: int) -> None:
+    with client_of(pair) as client:
+
+        def requests(gateway: Gateway) -> int:
+            assert is_right(client.score("ids", batch(5, rows)), 5, rows)
+            return int(gateway.stats()["lanes"]["ids/1"].get("requests", 0))
+
+        for gateway in pair:
+            eventually(lambda each=gateway: requests(each), what="a request at each")
+        pair[0].signal(signal.SIGSTOP)
+        failures = 0
+        for _ in range(20):
+            try:
+                assert is_right(client.score("ids", batch(5, rows), timeout_s=0.5), 5, rows)
+            except DeadlineExceeded:
+                failures += 1
+        pair[0].signal(signal.SIGCONT)
+        assert failures <= 1
+        before = requests(pair[0])
+        eventually(lambda: requests(pair[0]) > before, what="a request at the gateway")
 
 
 def test_every_request_is_answered_while_one_of_two_gateways_is_killed(

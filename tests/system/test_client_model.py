@@ -145,6 +145,9 @@ class TableClient:
     def stream(self, model: str, batches: Any, **options: Any) -> Any:
         return self._client.stream(model, batches, **options)
 
+    def outcomes(self, model: str, batches: Any, **options: Any) -> Any:
+        return self._client.outcomes(model, batches, **options)
+
 
 def contract_of(gateway: Gateway, name: str, version: str | None = None) -> list[bytes]:
     body = json.dumps({"model": name, "version": version}).encode()

@@ -21,7 +21,8 @@ from support.processes import MIB, Gateway, eventually, running, shared_mappings
 
 from iskander.auth.tokens import add_token
 from iskander.client import OFF, Client
-from iskander.client.shared_memory import WORTH_BYTES, Region
+from iskander.client.shared_memory import Region, RegionPool
+from iskander.client.sharing import WORTH_BYTES, Sharing
 from iskander.control.shared_regions import REGION_HEADER, BodyLocation, encode, read_body_location
 from iskander.errors import (
     ContractError,
@@ -402,13 +403,16 @@ def test_region_of_another_process_is_discarded(tmp_path: Path) -> None:
         client_of(gateway, 0) as first,
         client_of(gateway, 1) as second,
     ):
+        pools = []
         for client in (first, second):
-            client._regions._length_bytes = MIB
+            connection = client._targets._targets[0].opened.connection
+            pools.append(RegionPool(connection._ask_for_regions, MIB, is_reduced=False))
+            connection._sharing = Sharing(pools[-1:].pop, is_required=True, timeout_s=10.0)
             client.score("ids", ids(0))
         # As after a reconnection to another process.
-        (own,) = second._regions._idle
+        (own,) = pools[1]._idle
         own.close()
-        first._regions._idle, second._regions._idle = [], first._regions._idle
+        pools[0]._idle, pools[1]._idle = [], pools[0]._idle
         with pytest.raises(NotReady, match="another answers") as caught:
             second.score("ids", ids(1))
         assert caught.value.retryable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
@@ -13,9 +14,10 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pytest
 
-from iskander.client import AsyncClient, aio, aio_stream, cancellation
+from iskander.client import AsyncClient, Client, aio, aio_stream, cancellation
 from iskander.errors import (
     Cancelled,
+    ConfigError,
     ContractError,
     DeadlineExceeded,
     IskanderError,
@@ -68,6 +70,7 @@ class FakeClient:
         self.scored: list[int] = []
         self.taken: list[int] = []
         self.timeouts_s: list[float | None] = []
+        self.stream_options: list[dict[str, Any]] = []
         self.closed_streams = 0
         self.is_closed = False
         self.made.append(self)
@@ -85,6 +88,7 @@ class FakeClient:
 
     def stream(self, model: str, batches: Iterable[Any], **options: Any) -> Iterator[Any]:
         self.timeouts_s.append(options["timeout_s"])
+        self.stream_options.append(options)
         try:
             for each in batches:
                 self.taken.append(number_of(each))
@@ -103,7 +107,7 @@ class FakeClient:
         current.require_none()
         if number < 0:
             self.readers.append(Reader())
-            current.enter_call(self.readers[-1])
+            current.enter(self.readers[-1])
             self.readers[-1].read()
 
 
@@ -330,6 +334,76 @@ def test_close_ends_running_and_waiting_calls_with_an_error() -> None:
     run(check, calls_max=1)
 
 
+@contextlib.contextmanager
+def blocked_source() -> Iterator[tuple[Any, threading.Event]]:
+    """Data whose first use blocks until the end of the context, and the event of that use."""
+    is_used, go_on = threading.Event(), threading.Event()
+
+    class Blocked:
+        def __getitem__(self, name: str) -> Any:
+            is_used.set()
+            assert go_on.wait(WITHIN_S)
+            raise Cancelled("late")
+
+    try:
+        yield Blocked(), is_used
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize("calls_max", [1, 3])
+def test_close_leaves_a_thread_that_does_not_end(
+    calls_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job that ends the late thread must not end the one that closes the client."""
+    monkeypatch.setattr(aio, "JOIN_S", 0.1)
+
+    async def check() -> None:
+        client = AsyncClient("host:1", calls_max=calls_max, timeout_s=0.0)
+        fake = FakeClient.made[-1]
+        with blocked_source() as (data, is_used):
+            late = asyncio.create_task(client.score("m", data))
+            await until(is_used.is_set)
+            behind = asyncio.create_task(client.score("m", batch(-1)))
+            await asyncio.sleep(0.01)
+            await client.close()
+            assert fake.is_closed
+            for call in (late, behind):
+                with pytest.raises(Cancelled, match="the client was closed"):
+                    await call
+            await client.close()
+            threads = [t for t in threading.enumerate() if t.name == "iskander-call"]
+            assert len(threads) == 1
+        threads[0].join(WITHIN_S)
+
+    async def main() -> None:
+        async with asyncio.timeout(WITHIN_S):
+            await check()
+
+    asyncio.run(main())
+
+
+def test_close_of_the_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "JOIN_S", 0.05)
+    go_on = threading.Event()
+
+    def close(_: FakeClient) -> None:
+        assert go_on.wait(WITHIN_S)
+
+    monkeypatch.setattr(FakeClient, "close", close)
+
+    async def main() -> threading.Thread:
+        client = AsyncClient("host:1")
+        async with asyncio.timeout(WITHIN_S):
+            await client.close()
+        (thread,) = [t for t in threading.enumerate() if t.name == "iskander-call"]
+        return thread
+
+    thread = asyncio.run(main())
+    go_on.set()
+    thread.join(WITHIN_S)
+
+
 def test_close_ends_open_streams_with_an_error() -> None:
     async def check(client: AsyncClient, fake: FakeClient) -> None:
         results = client.stream("m", [batch(1), batch(-1)])
@@ -353,7 +427,7 @@ def test_stream_yields_the_results_in_order(is_async: bool) -> None:
         items: Any = numbers(500) if is_async else map(batch, range(500))
         got = [number_of(each) async for each in client.stream("m", items, timeout_s=9.0)]
         assert got == list(range(500))
-        assert fake.timeouts_s == [9.0]
+        assert 8.0 < fake.timeouts_s[0] <= 9.0
 
     run(check)
 
@@ -448,6 +522,87 @@ def test_error_of_the_iterable_is_raised_unchanged(is_async: bool) -> None:
     run(check)
 
 
+@pytest.mark.parametrize("is_before_the_first", [False, True])
+def test_cancelled_iterable_is_an_error_and_no_end(is_before_the_first: bool) -> None:
+    """Results would be missing without an error."""
+
+    async def source() -> AsyncIterator[pa.RecordBatch]:
+        if not is_before_the_first:
+            yield batch(0)
+        inner = asyncio.get_running_loop().create_future()
+        inner.cancel()
+        await inner
+        yield batch(1)
+
+    async def check(client: AsyncClient, fake: FakeClient) -> None:
+        got = []
+        with pytest.raises(Cancelled, match="the iterable of batches was cancelled"):
+            async for each in client.stream("m", source()):
+                got.append(number_of(each))
+        assert got == ([] if is_before_the_first else [0])
+
+    run(check)
+
+
+def test_task_of_an_iterable_that_another_task_cancels_is_an_error() -> None:
+    async def check(client: AsyncClient, fake: FakeClient) -> None:
+        before = asyncio.all_tasks()
+        results = client.stream("m", endless(asyncio.Event()))
+        assert number_of(await anext(results)) == 0
+        (reading,) = asyncio.all_tasks() - before
+        reading.cancel()
+        with pytest.raises(Cancelled, match="the iterable of batches was cancelled"):
+            await asyncio.wait_for(drained(results), WITHIN_S)
+
+    run(check)
+
+
+async def drained(results: AsyncIterator[Any]) -> None:
+    async for _ in results:
+        pass
+
+
+async def endless(has_ended: asyncio.Event) -> AsyncIterator[pa.RecordBatch]:
+    """Never waits, so it is between two batches whenever its task is cancelled."""
+    try:
+        for number in itertools.count():
+            yield batch(number)
+    finally:
+        has_ended.set()
+
+
+def test_end_of_a_stream_closes_the_generator_of_its_batches() -> None:
+    """Not only when the garbage collector finds it."""
+
+    async def check(client: AsyncClient, fake: FakeClient) -> None:
+        has_ended = asyncio.Event()
+        source = endless(has_ended)
+        results = client.stream("m", source)
+        await anext(results)
+        await results.aclose()
+        assert has_ended.is_set()
+        assert await anext(source, None) is None
+
+    run(check)
+
+
+def test_error_of_a_sync_iterable_that_is_no_exception_is_raised() -> None:
+    class Stop(BaseException):
+        pass
+
+    def source() -> Iterator[pa.RecordBatch]:
+        yield batch(1)
+        raise Stop
+
+    async def check(client: AsyncClient, fake: FakeClient) -> None:
+        results = client.stream("m", source())
+        await anext(results)
+        with pytest.raises(Stop):
+            await asyncio.wait_for(anext(results), WITHIN_S)
+
+    run(check)
+
+
 def test_cancelled_consumer_cancels_the_call_and_ends_the_iterable() -> None:
     async def check(client: AsyncClient, fake: FakeClient) -> None:
         ended = asyncio.Event()
@@ -513,6 +668,80 @@ def test_deadline_ends_a_stream_that_waits_for_its_iterable() -> None:
     run(check)
 
 
+@pytest.mark.parametrize("kind", ["call", "stream"])
+def test_deadline_is_the_reason_of_the_cancellation_that_it_causes(kind: str) -> None:
+    """A gateway that did not answer in time may hang, and one whose caller is gone does not."""
+    reasons: list[bool] = []
+
+    class Watched(Reader):
+        def read(self) -> None:
+            try:
+                super().read()
+            finally:
+                current = cancellation.current()
+                assert current is not None
+                reasons.append(current.has_expired)
+
+    async def check(client: AsyncClient, fake: FakeClient) -> None:
+        await client.score("m", batch(1))
+        for timeout_s in (0.5, None):
+            if kind == "call":
+                call = asyncio.ensure_future(client.score("m", batch(-1), timeout_s=timeout_s))
+            else:
+                stream = client.stream("m", [batch(-1)], timeout_s=timeout_s)
+                call = asyncio.ensure_future(anext(stream))
+            await until(lambda: len(fake.readers) == len(reasons) + 1)
+            if timeout_s is None:
+                call.cancel()
+            with pytest.raises(asyncio.CancelledError if timeout_s is None else DeadlineExceeded):
+                await call
+            if kind == "stream":
+                await stream.aclose()
+            await until(lambda: len(reasons) == len(fake.readers))
+        assert reasons == [True, False]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(globals(), "Reader", Watched)
+        run(check)
+
+
+def test_deadline_of_a_stream_begins_with_its_call() -> None:
+    async def check(client: AsyncClient, fake: FakeClient) -> None:
+        results = client.stream("m", [batch(1)], timeout_s=0.02)
+        await asyncio.sleep(0.05)
+        with pytest.raises(DeadlineExceeded):
+            await anext(results)
+        assert fake.timeouts_s == []
+
+    run(check)
+
+
+def test_options_of_a_stream_are_those_of_the_client() -> None:
+    async def check(client: AsyncClient, fake: FakeClient) -> None:
+        given: Any = {"version": "2", "terms": {"priority": 1}, "resume": False}
+        await drained(client.stream("m", [], **given))
+        assert fake.stream_options == [given | {"timeout_s": None}]
+
+    run(check)
+
+
+def test_invalid_timeout_of_a_stream_is_an_error_of_its_call() -> None:
+    async def check(client: AsyncClient, fake: FakeClient) -> None:
+        with pytest.raises(ConfigError, match="timeout_s"):
+            client.stream("m", [batch(1)], timeout_s=float("inf"))
+
+    run(check)
+
+
+def test_administrative_calls_are_those_of_the_client() -> None:
+    async def check(client: AsyncClient, fake: FakeClient) -> None:
+        fake.unload = lambda model, *, version=None: [model, version]  # type: ignore[attr-defined]
+        assert await client.unload("m", version="3") == ["m", "3"]
+        assert AsyncClient.unload.__doc__ == Client.unload.__doc__
+
+    run(check)
+
+
 def test_streams_above_the_limit_are_an_error() -> None:
     async def check(client: AsyncClient, fake: FakeClient) -> None:
         opened = [client.stream("m", map(batch, (1, -1))) for _ in range(OPENED)]
@@ -551,26 +780,3 @@ def test_sync_iterable_that_blocks_delays_closing_by_its_limit_only(
         await until(lambda: fake.closed_streams == 1)
 
     run(check, streams_max=1)
-
-
-# ---- Cancellation
-
-
-def test_cancellation_before_the_call_ends_it_at_once() -> None:
-    early = cancellation.Cancellation()
-    early.cancel()
-    reader = Reader()
-    early.enter_call(reader)
-    assert reader.is_cancelled
-    with pytest.raises(Cancelled):
-        early.require_none()
-
-
-def test_cancellation_after_the_context_ends_nothing() -> None:
-    reader = Reader()
-    with cancellation.Cancellation() as late:
-        assert cancellation.current() is late
-        late.enter_call(reader)
-    late.cancel()
-    assert not reader.is_cancelled
-    assert cancellation.current() is None

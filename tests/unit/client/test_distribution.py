@@ -13,7 +13,7 @@ CLIENT = client_copy.build_client()
 THIRD_PARTY = {"pyarrow", "stamina", "numpy"}
 OPTIONAL = {"opentelemetry"}
 """Imported only if the caller has imported it."""
-SERVER_ONLY = {"iskander.client.shared_memory", "iskander.control.shared_regions"}
+SERVER_ONLY = {"iskander.client.shared_memory"}
 """Late imports of modules that the distribution lacks: shared memory needs msgspec and memfd."""
 LOADED = """
 loaded = [name for name, module in sys.modules.items() if module is not None]

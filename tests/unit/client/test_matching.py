@@ -155,6 +155,16 @@ def test_repeated_column_that_is_needed_is_an_error() -> None:
     assert error.fields["column"] == "user"
 
 
+@pytest.mark.parametrize("passthrough", ["all", ("user",), "none"])
+def test_repeated_input_is_listed_once(passthrough: Any) -> None:
+    model = model_of(IDS, passthrough=passthrough)
+    assert error_of(model, two_of("user", "item")).message.count("columns are named") == 1
+    column = pa.array([{"age": 1, "clicks": 2.0}])
+    batch = pa.RecordBatch.from_arrays([column, column], ["user", "user"])
+    model = model_of(NESTED, passthrough=passthrough)
+    assert error_of(model, batch).message.count("columns are named") == 1
+
+
 def test_repeated_column_that_is_not_needed_is_left_out() -> None:
     assert match(model_of(IDS), two_of("a", "user", "item")).schema.names == ["user", "item"]
 
@@ -196,6 +206,20 @@ def test_batch_of_another_schema_is_an_error() -> None:
     matching = Matching(model_of(IDS), batch_of(user=[1], item=[2]).schema)
     with pytest.raises(ContractError, match="one schema"):
         matching.apply(batch_of(user=[1], item=[2.0]))
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_batch_whose_fields_have_other_metadata_is_an_error(is_changed: bool) -> None:
+    fields = [
+        pa.field("item", pa.int64()),
+        pa.field("user", pa.int8() if is_changed else pa.int64()),
+    ]
+    batch = pa.RecordBatch.from_pylist([{"item": 1, "user": 2}], pa.schema(fields))
+    matching = Matching(model_of(IDS), batch.schema)
+    other = pa.schema([fields[0].with_metadata({"unit": "A"}), fields[1]])
+    with pytest.raises(ContractError, match="one schema, also in the metadata of fields"):
+        matching.apply(pa.RecordBatch.from_arrays(batch.columns, schema=other))
+    matching.apply(batch.replace_schema_metadata({"made": "today"}))
 
 
 # ---- Passthrough
@@ -332,6 +356,11 @@ KEPT: dict[str, tuple[pa.Array, pa.DataType, pa.DataType]] = {
     "decimal to float16": (pa.array([Decimal("0.5")]), pa.float16(), pa.float16()),
     "decimal to decimal": (pa.array([Decimal("1.50")]), pa.decimal128(9, 1), pa.decimal128(9, 1)),
     "int64 to decimal": (pa.array([7]), pa.decimal128(38, 9), pa.decimal128(38, 9)),
+    "int64 to a short decimal": (pa.array([7, None, -3]), pa.decimal128(10, 2), None),
+    "uint64 to decimal": (pa.array([2**64 - 1], pa.uint64()), pa.decimal128(20, 0), None),
+    "int8 to a wide decimal": (pa.array([7], pa.int8()), pa.decimal256(60, 30), None),
+    "lists of integers to decimals": (pa.array([[7, 8]]), pa.list_(pa.decimal128(10, 2)), None),
+    "decimal to float32": (pa.array([Decimal("0.5"), Decimal("1.5")]), pa.float32(), None),
     "float64 to decimal": (pa.array([0.25]), pa.decimal128(38, 9), pa.decimal128(38, 9)),
     "date to timestamp": (pa.array([DAY, None]), pa.timestamp("us"), pa.timestamp("us")),
     "midnight to date": (pa.array([DAY]).cast(pa.timestamp("ns")), pa.date32(), pa.date32()),
@@ -516,7 +545,28 @@ CHANGED: dict[str, tuple[Any, pa.DataType, int]] = {
     ),
     "element of a list": (pa.array([[], [1.0], [2.0, 0.1], [1.0]]), pa.list_(pa.float32()), 2),
     "dictionary": (pa.array([0.5, 0.1, 0.5]).dictionary_encode(), pa.float32(), 1),
+    "infinity to integer": (pa.array([float("inf")]), pa.int64(), 0),
+    "float above int8": (pa.array([128.0]), pa.int8(), 0),
+    "integer to few digits": (pa.array([1, 10**8]), pa.decimal128(10, 2), 1),
+    "integer above the digits of a decimal": (pa.array([7, 2**60]), pa.decimal128(38, 30), 1),
+    "integer to hundreds": (pa.array([700, 7]), pa.decimal128(10, -2), 1),
+    "decimal above the precision": (pa.array([Decimal("123.4")]), pa.decimal128(3, 1), 0),
+    "decimal to float32": (pa.array([Decimal("0.500000000"), Decimal("0.100000002")]),
+        pa.float32(), 1),
+    "decimal of many places to float64": (pa.array([Decimal("0.1")], pa.decimal128(38, 18)),
+        pa.float64(), 0),
+    "invalid UTF-8": (pa.array([b"ab", b"\xff\xfe"], pa.binary(2)), pa.utf8(), 1),
+    "date above ns": (pa.array([0, 200_000], pa.int32()).cast(pa.date32()), pa.timestamp("ns"), 1),
 }  # fmt: skip
+NEAR = {
+    "fraction to integer", "float64 to float32", "float32 to float16", "int64 to float32",
+    "int64 to float64", "largest int64 to float64", "largest uint64 to float32",
+    "int64 to float16", "decimal to float", "decimal to integer", "decimal to fewer digits",
+    "small float to decimal", "noon to date", "noon in a zone to date", "ns to us", "duration",
+    "time", "element", "element of a list", "dictionary", "decimal to float32",
+    "decimal of many places to float64",
+}  # fmt: skip
+"""Values of `CHANGED` that a cast with a loss turns into near ones."""
 
 
 @pytest.mark.parametrize("name", CHANGED)
@@ -524,9 +574,12 @@ def test_value_that_would_change_is_named(name: str) -> None:
     array, wanted, row = CHANGED[name]
     batch = batch_of(x=array)
     matching = Matching(simple(wanted, declared_of(wanted)), batch.schema)
-    with pytest.raises(ContractError, match="cannot represent exactly") as raised:
+    with pytest.raises(ContractError, match="cannot represent") as raised:
         matching.apply(batch, first_row=1000)
     fields = raised.value.fields
+    assert ("exactly" in raised.value.message) == (name in NEAR)
+    assert ("cast the column to accept the loss" in raised.value.message) == (name in NEAR)
+    assert fields["wanted"] == declared_of(wanted)
     assert (fields["row"], fields["column"], fields["model"]) == (1000 + row, "x", "churn")
     assert f"column `x`: row {1000 + row} has " in raised.value.message
     assert fields["wanted"]
@@ -558,6 +611,46 @@ def test_long_value_is_shortened() -> None:
         simple(pa.list_(pa.float32(), 1000), "fixed_size_list<float32>[1000]"), batch_of(x=array)
     )
     assert len(error.message) < 400
+
+
+WANTED = {
+    "utf8": (pa.utf8(), pa.array([b"\xff"], pa.binary(1)), pa.array([1])),
+    "date32": (pa.date32(), pa.array([NOON]), pa.array([1])),
+    "fixed_size_list<float32>[2]": (
+        pa.list_(pa.float32(), 2),
+        pa.array([[0.1, 1.0]]),
+        pa.array([1]),
+    ),
+    "number": (pa.float32(), pa.array([Decimal("0.1")], pa.decimal128(38, 18)), pa.array(["1"])),
+}
+
+
+@pytest.mark.parametrize("declared", WANTED)
+def test_wanted_is_the_declared_type_in_all_errors(declared: str) -> None:
+    kind, bad_value, bad_type = WANTED[declared]
+    model = simple(kind, declared)
+    errors = [error_of(model, batch_of(x=each)) for each in (bad_value, bad_type)]
+    errors.append(error_of(model, batch_of(y=[1])))
+    assert [error.fields["wanted"] for error in errors] == [declared] * 3
+    assert all(declared in error.message for error in errors)
+
+
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float64()])
+def test_decimal_becomes_the_nearest_float_or_is_named(kind: pa.DataType) -> None:
+    random = np.random.default_rng(7)
+    dtype = kind.to_pandas_dtype()
+    kept = 0
+    for _ in range(300):
+        places = int(random.integers(0, 19))
+        number = Decimal(int(random.integers(0, 10 ** random.integers(1, 18)))).scaleb(-places)
+        nearest = float(dtype(str(number)))
+        batch = batch_of(x=pa.array([number], pa.decimal128(38, places)))
+        if round(Decimal(nearest), places) == number:
+            assert match(simple(kind), batch)["x"].to_pylist() == [nearest]
+            kept += 1
+        else:
+            assert error_of(simple(kind), batch).fields["row"] == 0
+    assert 20 < kept < 300
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 1000, 1023])

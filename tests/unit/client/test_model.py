@@ -57,6 +57,10 @@ class Recorder:
         self.calls.append((model, batches, options))
         return "streamed"
 
+    def outcomes(self, model: str, batches: Any, **options: Any) -> Any:
+        self.calls.append((model, batches, options))
+        return "outcomes"
+
 
 def model_of(**changes: Any) -> Model:
     return Model(Recorder(), read_description(results(**changes)))
@@ -129,13 +133,16 @@ def test_calls_have_the_name_and_version_of_the_model(version: str | None) -> No
     assert model.score("data") == "scored"
     assert model.score("data", columns={"a": "b"}, timeout_s=2.0, terms={"client": "c"}) == "scored"
     assert model.stream("batches", terms={"client": "c"}, timeout_s=3.0) == "streamed"
+    assert model.outcomes("batches", resume=False) == "outcomes"
     nothing = {"version": version, "columns": None, "timeout_s": None, "terms": None}
     given = {"version": version, "columns": {"a": "b"}, "timeout_s": 2.0, "terms": {"client": "c"}}
-    streamed = {"version": version, "terms": {"client": "c"}, "timeout_s": 3.0}
+    streamed = {"version": version, "terms": {"client": "c"}, "timeout_s": 3.0, "resume": True}
+    outcomes = {"version": version, "terms": None, "timeout_s": None, "resume": False}
     assert client.calls == [
         ("churn", "data", nothing),
         ("churn", "data", given),
         ("churn", "batches", streamed),
+        ("churn", "batches", outcomes),
     ]
 
 

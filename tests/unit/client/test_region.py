@@ -21,7 +21,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iskander.client.shared_memory import WORTH_BYTES, Region, _free_start, can_share
+from iskander.client.shared_memory import Region, _free_start
+from iskander.client.sharing import WORTH_BYTES, can_share
 from iskander.config.schema import ServerConfig, SharedMemoryConfig
 from iskander.control.shared_regions import (
     RegionGrant,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -13,9 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import flight
 
-from iskander.client.resume import Item, Outcome, Window, WindowFeed, resumable, shorten_deadline
+from iskander.client.resume import (
+    CallEndedError,
+    Item,
+    Outcome,
+    Window,
+    WindowFeed,
+    resumable,
+    shorten_deadline,
+)
 from iskander.client.retry import OFF, Attempts, Deadline, Retry, RetryBudget
-from iskander.client.stream_writer import CallEndedError
 from iskander.clock import NS_PER_MS
 from iskander.errors import (
     ConnectionFailed,
@@ -231,6 +239,76 @@ def test_batch_with_another_schema_is_a_contract_error() -> None:
     script = Script()
     with pytest.raises(ContractError, match="one schema"):
         list(run(script, [batch(0), pa.record_batch({"x": ["text"]})]))
+
+
+# ---- Items
+
+
+@pytest.mark.parametrize(
+    ("item", "kind"),
+    [
+        (None, "NoneType"),
+        (pa.table({"x": [1]}), "pyarrow.lib.Table"),
+        ({"x": [1]}, "dict"),
+        ((batch(1), {}, 3), "a tuple of pyarrow.lib.RecordBatch, dict, int"),
+        ((batch(1),), "a tuple of pyarrow.lib.RecordBatch"),
+        ((batch(1), 5), "a tuple of pyarrow.lib.RecordBatch, int"),
+        ((None, {}), "a tuple of NoneType, dict"),
+        ((), "a tuple of nothing"),
+    ],
+    ids=str,
+)
+def test_item_that_is_no_batch_is_a_contract_error(item: Any, kind: str) -> None:
+    """It is no end of the stream: the batches after it would be missing without an error."""
+    got = []
+    expected = f"item 2 of the stream is {kind}; expected a pyarrow.RecordBatch, or a pair"
+    with pytest.raises(ContractError) as caught:
+        for result in run(Script(ahead=1), [batch(0), batch(1), item, batch(3)]):
+            got.append(result)
+    assert caught.value.message.startswith(expected)
+    assert numbers(got) == [0, 1]
+
+
+def test_batch_in_place_of_a_list_of_batches_is_a_contract_error() -> None:
+    with pytest.raises(ContractError, match=r"item 0 of the stream is pyarrow\.lib\.Int64Array"):
+        list(run(Script(), batch(0)))  # type: ignore[arg-type]
+
+
+def test_terms_that_are_none_are_not_sent() -> None:
+    script = Script()
+    list(run(script, [(batch(0), {"deadline_ms": None, "priority": 0})]))
+    assert script.metadata == [[b'{"iskander": {"priority": 0}}']]
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr
+)
+def test_error_that_is_no_exception_is_raised_in_each_exchange(error: BaseException) -> None:
+    """The iterator runs on a thread of an exchange, which must not die with it."""
+
+    def feed() -> Iterator[pa.RecordBatch]:
+        yield batch(0)
+        raise error
+
+    window = window_of(feed())
+    for _ in range(2):
+        exchange = window.restart()
+        assert next(exchange)[0].equals(batch(0))
+        with pytest.raises(type(error)) as caught:
+            next(exchange)
+        assert caught.value is error
+    assert window.has_caused(error)
+
+
+def test_deadline_is_of_the_caller_if_every_batch_has_its_result() -> None:
+    window = window_of(map(batch, range(2)))
+    feed = window.restart()
+    next(feed)
+    late = DeadlineExceeded("x")
+    assert not window.has_caused(late)
+    window.acknowledge()
+    assert window.has_caused(late)
+    assert not window.has_caused(BROKEN)
 
 
 def test_early_end_by_the_caller_ends_the_feed() -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import pytest
 import stamina
 from pyarrow import flight
+from stamina.instrumentation import RetryDetails, set_on_retry_hooks
 
 from iskander.client.retry import (
     OFF,
+    STATED_WAIT_MAX_S,
     Attempts,
     Deadline,
     Retry,
     RetryBudget,
     is_gateway_failure,
     is_retryable,
+    require_seconds,
 )
 from iskander.clock import NS_PER_S
 from iskander.errors import (
@@ -48,10 +56,8 @@ class FakeClock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    fake = FakeClock()
-    monkeypatch.setattr("time.sleep", fake.sleep)
-    return fake
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 def attempts_of(
@@ -61,7 +67,8 @@ def attempts_of(
     timeout_s: float | None = None,
     budget: RetryBudget | None = None,
 ) -> Attempts:
-    return Attempts(retry, budget or RetryBudget(), Deadline(timeout_s, now_ns=clock.now_ns))
+    deadline = Deadline(timeout_s, now_ns=clock.now_ns)
+    return Attempts(retry, budget or RetryBudget(), deadline, clock.sleep)
 
 
 def fail_until_raised(attempts: Attempts, error: Exception) -> int:
@@ -78,6 +85,12 @@ def fail_until_raised(attempts: Attempts, error: Exception) -> int:
 def renewed() -> Unauthenticated:
     error = Unauthenticated("expired")
     error.has_new_token = True
+    return error
+
+
+def unanswered() -> DeadlineExceeded:
+    error = DeadlineExceeded("x")
+    error.is_unanswered = True
     return error
 
 
@@ -116,6 +129,11 @@ def test_gateway_failures_are_broken_connections_and_drains() -> None:
     assert not is_gateway_failure(NotReady("x"))
 
 
+def test_gateway_that_does_not_answer_in_time_may_have_failed() -> None:
+    assert is_gateway_failure(unanswered())
+    assert not is_gateway_failure(DeadlineExceeded("of the server, for one batch"))
+
+
 def test_waits_double_up_to_the_maximum_and_the_last_error_has_a_note(clock: FakeClock) -> None:
     error = ConnectionFailed("connection refused")
     assert fail_until_raised(attempts_of(clock), error) == 6
@@ -141,6 +159,47 @@ def test_stated_wait_of_the_server_is_used(clock: FakeClock) -> None:
     attempts.wait_after(NotReady("x"))
     attempts.wait_after(Draining("x", retry_after_ms=0))
     assert clock.waits == [2.5, 0.2, 0.4]
+
+
+def test_longest_stated_wait_is_used_and_a_longer_one_raises_at_once(clock: FakeClock) -> None:
+    attempts = attempts_of(clock)
+    attempts.wait_after(QueueFull("x", retry_after_ms=int(STATED_WAIT_MAX_S * 1000)))
+    assert clock.waits == [STATED_WAIT_MAX_S]
+    error = QueueFull("x", retry_after_ms=3_600_000)
+    assert fail_until_raised(attempts, error) == 1
+    assert clock.waits == [STATED_WAIT_MAX_S]
+    assert notes_of(error) == [
+        "failed after 2 attempts: the error states a wait of 3,600 s, limit 60 s"
+    ]
+
+
+@pytest.mark.parametrize("stated_ms", [-5, "soon"])
+def test_invalid_stated_wait_is_ignored(clock: FakeClock, stated_ms: Any) -> None:
+    attempts_of(clock).wait_after(QueueFull("x", retry_after_ms=stated_ms))
+    assert clock.waits == [0.1]
+
+
+def test_waits_of_many_attempts_stay_finite(clock: FakeClock) -> None:
+    retry = Retry(attempts=3000, first_wait_s=0.1, wait_max_s=0.2, jitter_s=0.0)
+    assert fail_until_raised_within(attempts_of(clock, retry, budget=RetryBudget(1e6)), 3000)
+    assert clock.waits[-1] == 0.2
+
+
+def fail_until_raised_within(attempts: Attempts, count: int) -> bool:
+    error = NotReady("x")
+    for _ in range(count - 1):
+        attempts.wait_after(error)
+    with pytest.raises(NotReady):
+        attempts.wait_after(error)
+    return True
+
+
+def test_error_of_the_pause_ends_the_call(clock: FakeClock) -> None:
+    def pause(_: float) -> None:
+        raise DeadlineExceeded("closed")
+
+    with pytest.raises(DeadlineExceeded, match="closed"):
+        Attempts(STEADY, RetryBudget(), Deadline(None), pause).wait_after(NotReady("x"))
 
 
 def test_other_errors_are_raised_at_once_without_a_note(clock: FakeClock) -> None:
@@ -218,18 +277,68 @@ def test_budget_is_bounded_at_both_ends() -> None:
     assert budget.fail()
 
 
-def test_deactivated_stamina_retries_nothing(clock: FakeClock) -> None:
+def test_hooks_of_stamina_get_each_retry_and_their_contexts_last_for_its_wait(
+    clock: FakeClock,
+) -> None:
+    events: list[Any] = []
+
+    @contextlib.contextmanager
+    def hook(details: RetryDetails) -> Iterator[None]:
+        events.append((details.name, details.retry_num, details.wait_for, details.waited_so_far))
+        events.append(len(clock.waits))
+        yield
+        events.append(len(clock.waits))
+
+    set_on_retry_hooks([hook])
+    try:
+        attempts = attempts_of(clock)
+        attempts.wait_after(NotReady("x"))
+        attempts.wait_after(NotReady("x"))
+    finally:
+        set_on_retry_hooks(None)
+    assert events == [
+        ("iskander.client", 1, 0.1, 0.0), 0, 1, ("iskander.client", 2, 0.2, 0.1), 1, 2,
+    ]  # fmt: skip
+
+
+def test_settings_of_stamina_do_not_switch_retries_off(clock: FakeClock) -> None:
+    """Another part of the program may deactivate it; `OFF` is the switch of the client."""
     stamina.set_active(False)
     try:
-        assert fail_until_raised(attempts_of(clock), NotReady("x")) == 1
+        assert fail_until_raised(attempts_of(clock), NotReady("x")) == 6
     finally:
         stamina.set_active(True)
-    assert clock.waits == []
 
 
+INVALID: list[Any] = [-0.1, float("nan"), float("inf"), 1e10, "3", None, True]
+
+
+@pytest.mark.parametrize("value", INVALID, ids=repr)
 @pytest.mark.parametrize("field", ["first_wait_s", "wait_max_s", "jitter_s"])
-def test_values_out_of_range_are_config_errors(field: str) -> None:
-    with pytest.raises(ConfigError, match=field):
-        Retry(**{field: -0.1})
-    with pytest.raises(ConfigError, match="attempts"):
-        Retry(attempts=0)
+def test_values_out_of_range_are_config_errors(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"expected seconds from 0 to 1e\+09 \(`{field}`\)"):
+        Retry(**{field: value})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, float("nan"), True, "6"], ids=repr)
+def test_number_of_attempts_is_a_positive_integer(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected an integer from 1 \(`attempts`\)"):
+        Retry(attempts=value)
+
+
+@pytest.mark.parametrize("value", [0, 2, 0.5, np.float32(0.5), np.int64(3), 1e9], ids=repr)
+def test_every_kind_of_number_is_a_time(value: Any) -> None:
+    assert require_seconds(value, "timeout_s") == float(value)
+    assert Deadline(value, now_ns=lambda: 0).ends_within(float(value))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "3", 1e10], ids=repr)
+def test_timeout_that_is_no_finite_number_is_a_config_error(value: Any) -> None:
+    with pytest.raises(ConfigError, match="timeout_s"):
+        Deadline(value)
+
+
+def test_negative_timeout_has_passed() -> None:
+    """Callers compute what is left of a deadline of their own."""
+    with pytest.raises(DeadlineExceeded):
+        Deadline(-0.5).remaining_s()

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from iskander.client.slicing import slices
-from iskander.errors import LimitExceeded
+from iskander.client.slicing import slices, whole
+from iskander.errors import ContractError, LimitExceeded
 
 BYTES = 1 << 30
 
@@ -212,6 +212,52 @@ def test_batches_are_read_as_results_are_read() -> None:
     parts = slices(feed(), rows_max=10, bytes_max=BYTES, rows_min=2)
     next(parts)
     assert read == [0, 1]
+
+
+def join(batches: Any, **limits: Any) -> pa.RecordBatch:
+    whole_limits = {"rows_max": 1000, "bytes_max": 1 << 16, "string_bytes_max": 1 << 16}
+    return whole(batches, **(whole_limits | limits))
+
+
+def test_whole_batch_has_all_rows_in_order() -> None:
+    batches = [batch_of([], pa.int64()), batch_of([1, 2]), batch_of([], pa.int64()), batch_of([3])]
+    assert join(batches)["x"].to_pylist() == [1, 2, 3]
+    assert join([batches[0]]).num_rows == 0
+    assert join([batches[1]]) is batches[1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        ({"rows_max": 100}, r"at least 101 rows in one batch, limit 100 \(`limits.rows`\)"),
+        (
+            {"bytes_max": 5000},
+            r"at least [\d,]+ bytes in one batch, limit 5,000 \(`limits.bytes`\)",
+        ),
+        ({"string_bytes_max": 500}, r"^1,000 string bytes .*`limits.string_bytes`"),
+    ],
+)
+def test_whole_batch_above_a_limit_is_an_error(limits: dict[str, int], text: str) -> None:
+    batches = [pa.record_batch({"x": ["a"], "y": np.arange(1)}) for _ in range(1000)]
+    with pytest.raises(LimitExceeded, match=text):
+        join(batches, **limits)
+
+
+def test_whole_batch_counts_a_dictionary_once() -> None:
+    text = pa.array(["z" * 1000 + str(number) for number in range(10)])
+    batches = [
+        pa.record_batch({"x": pa.DictionaryArray.from_arrays(pa.array([number], pa.int8()), text)})
+        for number in [*range(10)] * 5
+    ]
+    joined = join(batches)
+    assert joined["x"].to_pylist() == text.to_pylist() * 5
+
+
+def test_batches_that_cannot_be_joined_to_a_whole_one_are_an_error() -> None:
+    kind = pa.dictionary(pa.int8(), pa.utf8())
+    batches = [batch_of([f"{start}-{n}" for n in range(100)], kind) for start in (0, 1)]
+    with pytest.raises(ContractError, match="cannot be joined"):
+        join(batches)
 
 
 @pytest.mark.parametrize("seed", range(30))

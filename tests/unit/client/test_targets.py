@@ -12,9 +12,18 @@ import pytest
 from iskander.client import targets as module
 from iskander.client.targets import Address, Lease, Route, Targets
 from iskander.clock import NS_PER_S
-from iskander.errors import ConfigError, ConnectionFailed, Draining, NotReady, QueueFull
+from iskander.errors import (
+    ConfigError,
+    ConnectionFailed,
+    DeadlineExceeded,
+    Draining,
+    NotReady,
+    QueueFull,
+)
 
 BROKEN = ConnectionFailed("connection refused")
+UNANSWERED = DeadlineExceeded("the call's deadline has passed")
+UNANSWERED.is_unanswered = True
 
 
 class FakeConnection:
@@ -50,7 +59,7 @@ class World:
 
     def targets(self, *addresses: str, **options: Any) -> Targets:
         return Targets(
-            addresses,
+            list(addresses),
             self.connect,
             now_ns=lambda: self.ns,
             look_up=self.look_up,
@@ -113,7 +122,9 @@ def test_stream_changes_its_outstanding_rows(world: World) -> None:
     assert targets.pick(1).target is first.target
 
 
-@pytest.mark.parametrize("error", [BROKEN, Draining("x")], ids=["broken", "draining"])
+@pytest.mark.parametrize(
+    "error", [BROKEN, Draining("x"), UNANSWERED], ids=["broken", "draining", "unanswered"]
+)
 def test_target_is_left_after_a_failure_until_a_probe_finds_it_ready(
     world: World, error: Exception
 ) -> None:
@@ -164,7 +175,7 @@ def test_waits_between_probes_are_bounded(world: World) -> None:
 
 def test_errors_of_a_model_or_a_batch_leave_no_target(world: World) -> None:
     targets = world.targets("a:1", "b:1")
-    for error in (QueueFull("x"), NotReady("x"), ValueError("x")):
+    for error in (QueueFull("x"), NotReady("x"), ValueError("x"), DeadlineExceeded("x")):
         targets.release(targets.pick(), error)
     assert set(counts(targets, 1, 20)) == {"a:1", "b:1"}
     assert targets.tend() is None
@@ -185,15 +196,21 @@ def test_only_target_is_never_left(world: World) -> None:
     assert address_of(targets.pick()) == "a:1"
 
 
+def fail(route: Route, error: BaseException) -> Lease:
+    """An attempt that fails; returns its lease."""
+    with pytest.raises(type(error)), route.attempt(1) as lease:
+        raise error
+    assert lease.target.rows == 0
+    return lease
+
+
 def test_second_attempt_avoids_the_target_of_the_first(world: World) -> None:
     targets = world.targets("a:1", "b:1")
     for _ in range(20):
         route = Route(targets)
-        first = route.begin(1)
-        route.end(first, QueueFull("x"))
-        second = route.begin(1)
-        assert second.target is not first.target
-        route.end(second)
+        first = fail(route, QueueFull("x"))
+        with route.attempt(1) as second:
+            assert second.target is not first.target
 
 
 def test_second_attempt_uses_the_only_ready_target_again(world: World) -> None:
@@ -202,11 +219,26 @@ def test_second_attempt_uses_the_only_ready_target_again(world: World) -> None:
     targets.release(lease, BROKEN)
     for _ in range(10):
         route = Route(targets)
-        first = route.begin(1)
-        route.end(first, QueueFull("x"))
-        second = route.begin(1)
-        assert second.target is first.target is not lease.target
-        route.end(second)
+        first = fail(route, QueueFull("x"))
+        with route.attempt(1) as second:
+            assert second.target is first.target is not lease.target
+
+
+def test_context_of_a_lease_leaves_its_target_after_a_failure_of_the_gateway(world: World) -> None:
+    targets = world.targets("a:1", "b:1")
+    with pytest.raises(ConnectionFailed), targets.pick() as lease:
+        raise BROKEN
+    assert lease.target.left_ns is not None
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), GeneratorExit(), BROKEN], ids=repr)
+def test_errors_of_the_caller_do_not_change_the_route(world: World, error: BaseException) -> None:
+    targets = world.targets("a:1", "b:1")
+    for _ in range(20):
+        route = Route(targets, lambda each: each is BROKEN)
+        lease = fail(route, error)
+        assert route._avoid is None
+        assert lease.target.left_ns is None
 
 
 def test_old_connection_is_replaced_and_closed_after_its_last_lease(world: World) -> None:
@@ -245,7 +277,7 @@ def test_old_connection_is_kept_while_it_cannot_be_replaced(world: World) -> Non
 
 
 def test_ages_of_connections_differ(world: World) -> None:
-    targets = world.targets(*(f"a:{port}" for port in range(50)), age_s=100.0)
+    targets = world.targets(*(f"a:{port}" for port in range(1, 51)), age_s=100.0)
     assert len({target.opened.expires_ns for target in targets._targets}) > 10
 
 
@@ -287,13 +319,55 @@ def test_later_lookup_adds_and_removes_targets(world: World) -> None:
     assert removed.is_closed
 
 
-def test_invalid_addresses_are_errors(world: World) -> None:
+def test_lookup_with_a_tls_file_that_cannot_be_read_keeps_the_targets(world: World) -> None:
+    world.names["node.test"] = ["10.0.0.1"]
+    targets = world.targets("node.test:5", is_resolved=True, age_s=1000.0)
+    world.names["node.test"] = ["10.0.0.1", "10.0.0.2"]
+    world.connect_error = ConfigError("a TLS file cannot be read")
+    world.advance(1000.0)
+    assert targets.tend() == pytest.approx(30.0)
+    assert len(targets) == 1
+    world.connect_error = None
+    world.advance(30.0)
+    targets.tend()
+    assert len(targets) == 2
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "localhost", "localhost:", ":1", "", "unix:", "http://h:1", "grpc://h:1", "h:0", "h:65536",
+        "h:port", "h :1", "::1:50051", "h/x:1", "h:1\n", "h:-1", b"h:1", 5, None,
+    ],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("is_resolved", [False, True])
+def test_invalid_address_is_a_config_error(world: World, address: Any, is_resolved: bool) -> None:
+    for given in (address, [address], ["a:1", address]):
+        with pytest.raises(ConfigError, match="expected HOST:PORT or unix:PATH"):
+            Targets(given, world.connect, is_resolved=is_resolved, look_up=world.look_up)
+    assert not world.opened
+
+
+@pytest.mark.parametrize(
+    "address", ["h:1", "my_host-1.example:65535", "[::1]:5", "[fe80::1%eth0]:5", "unix:/a b"]
+)
+def test_valid_address_is_used_as_given(world: World, address: str) -> None:
+    for given in (address, (address,), iter([address])):
+        Targets(given, world.connect)  # type: ignore[arg-type]
+    assert [each.address.text for each in world.opened] == [address] * 3
+
+
+def test_no_address_and_an_unknown_name_are_errors(world: World) -> None:
     with pytest.raises(ConfigError, match="no address"):
         world.targets()
-    with pytest.raises(ConfigError, match="expected HOST:PORT"):
-        world.targets("node", is_resolved=True)
     with pytest.raises(NotReady, match="name not known"):
         world.targets("node.test:5", is_resolved=True)
+
+
+def test_name_that_cannot_be_encoded_is_an_error() -> None:
+    with pytest.raises(NotReady, match="cannot be resolved"):
+        module.resolve(f"{'a' * 64}.test:5", socket.getaddrinfo)
 
 
 @pytest.fixture
@@ -323,6 +397,38 @@ def test_thread_probes_and_ends_when_all_targets_are_ready(
     assert targets._thread is None
     assert lease.target.left_ns is None
     assert lease.connection.probes == 1
+    targets.close()
+
+
+def test_thread_is_started_again_after_an_error_of_a_probe(
+    threaded: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PROBE_FIRST_S", 0.0)
+    died: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: died.append(args.exc_value))
+    bug = AssertionError("a bug")
+    threads: list[threading.Thread] = []
+    with monkeypatch.context() as patched:
+
+        def tend(_: Targets) -> float | None:
+            threads.append(threading.current_thread())
+            raise bug
+
+        patched.setattr(Targets, "tend", tend)
+        targets = threaded.targets("a:1", "b:1")
+        lease = targets.pick()
+        targets.release(lease, BROKEN)
+        while not threads:
+            pass
+        threads[0].join(10)
+    assert died == [bug]
+    assert targets._thread is None
+    other = targets.pick()
+    targets.release(other, BROKEN)
+    thread = targets._thread
+    if thread is not None:
+        thread.join(10)
+    assert lease.target.left_ns is other.target.left_ns is None
     targets.close()
 
 
