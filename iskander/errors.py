@@ -261,7 +261,7 @@ class ConnectionFailed(
 
 
 class Draining(IskanderError, code="draining", fault=Fault.NOBODY, status="UNAVAILABLE"):
-    """The server is draining and rejects new requests."""
+    """The server rejects new requests, or ends an old connection; another one accepts them."""
 
 
 class PoisonedRequest(IskanderError, code="poisoned", fault=Fault.MODEL, status="INTERNAL"):

@@ -48,6 +48,8 @@ A reset connection is a `FlightInternalError`; so are the statuses ABORTED and D
 """
 _NOT_CONNECTED = ("failed to connect", "errors resolving", "empty address list")
 """Texts of gRPC for a call that reached no gateway; the connections of others failed later."""
+_CUT = ("RST_STREAM", "Stream removed")
+"""Texts of gRPC for a call that a proxy ended, because its gateway was lost, in another way."""
 _EXHAUSTED = "gRPC returned resource exhausted error"
 """Text of pyarrow for RESOURCE_EXHAUSTED, which is an `ArrowInvalid`."""
 _PREFIX = re.compile(r"\A(?:Unknown: )?(?:Flight|gRPC) [a-zA-Z -]+,? (?:with )?message: ")
@@ -60,6 +62,8 @@ def to_named(error: Exception, address: str) -> IskanderError:
     if _EXHAUSTED in str(error):
         return Overloaded(f"{address} is at a limit: {text}")
     _, kind, form = next(named for named in _KINDS if isinstance(error, named[0]))
+    if kind in (Cancelled, IskanderError) and any(each in text for each in _CUT):
+        kind, form = ConnectionFailed, "the connection to {address} failed: {text}"
     if kind is ConnectionFailed and any(each in text for each in _NOT_CONNECTED):
         form = "no gateway answers at {address}: {text}"
     return kind(form.format(address=address, text=text))

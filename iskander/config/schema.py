@@ -18,6 +18,7 @@ from iskander.config.repository import RepositoryConfig
 from iskander.config.section import (
     MIB,
     NotNegative,
+    NotNegativeSeconds,
     PollMicroseconds,
     Positive,
     Seconds,
@@ -49,6 +50,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         drain_s: Seconds to wait at shutdown for accepted batches.
         lame_duck_s: Seconds at shutdown during which the gateway reports not ready and still
             accepts batches, so that load balancers stop sending requests first.
+        max_connection_age_s: Seconds after which a gRPC or HTTP connection is closed gracefully,
+            with a random deviation of up to 10 %, so that clients and proxies connect again, also
+            to new servers. Open calls continue. Checked every 5 s. 0: no limit.
+        max_connection_age_grace_s: Seconds for the open calls of such a connection; then gRPC calls
+            end with the retryable error `draining`, and the connection is closed. 0: no limit.
+        load_reports: Add a load report (ORCA, `endpoint-load-metrics-bin`) to the trailers of gRPC
+            calls, for clients and proxies with `weighted_round_robin`: about 150 bytes a call.
     """
 
     address: str | tuple[str, ...] = "127.0.0.1:50051"
@@ -60,6 +68,9 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     busy_poll_us: PollMicroseconds = 0
     drain_s: Seconds = 30.0
     lame_duck_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    max_connection_age_s: NotNegativeSeconds = 0.0
+    max_connection_age_grace_s: NotNegativeSeconds = 0.0
+    load_reports: bool = False
 
 
 class LimitsConfig(Section, frozen=True, kw_only=True):

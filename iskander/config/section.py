@@ -16,6 +16,7 @@ NotNegative = Annotated[int, Meta(ge=0)]
 UpTo1024 = Annotated[int, Meta(ge=0, le=1024)]
 PollMicroseconds = Annotated[int, Meta(ge=0, le=10_000)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+NotNegativeSeconds = Annotated[float, Meta(ge=0, le=86_400)]
 ShortSeconds = Annotated[float, Meta(gt=0, le=3600)]
 Milliseconds = Annotated[float, Meta(ge=0, le=86_400_000)]
 

@@ -26,6 +26,7 @@ from iskander.protocols.flight.service import FlightService
 from iskander.protocols.grpc_server import GrpcServer
 from iskander.protocols.health import HealthService
 from iskander.protocols.inferential.service import InferentialService
+from iskander.protocols.load_report import LoadReports
 from iskander.protocols.oip.service import OipService
 from iskander.protocols.submit import RequestSubmitter
 from iskander.repository.models import configured
@@ -135,6 +136,7 @@ class Server:
             limits=config.limits,
             connection_limits=self._connection_limits,
         )
+        self._load_reports = LoadReports(models, self._grpc.set_load_trailer)
         self._inferential = InferentialService(
             config,
             models,
@@ -190,6 +192,8 @@ class Server:
         sys.setswitchinterval(SWITCH_S)
         self._lag.start()
         self._connection_limits.start()
+        if config.server.load_reports:
+            self._load_reports.start()
         log.info("ready on %s after %d ms", where, (now_ns() - self._started_ns) // NS_PER_MS)
         notify(
             READY="1",
@@ -346,7 +350,8 @@ class Server:
     async def _release(self) -> None:
         if self._admin is not None:
             await self._admin.stop()
-        for part in (self._lag, self._connection_limits, self._access, self._tls):
+        timers = (self._lag, self._load_reports)
+        for part in (*timers, self._connection_limits, self._access, self._tls):
             part.stop()
         self._dispatcher.alarm.clear()
         self._input_arena.close()

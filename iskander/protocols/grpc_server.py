@@ -119,6 +119,10 @@ class GrpcServer:
             tls=tls.context(HTTP2),
         )
 
+    def set_load_trailer(self, encoded: bytes) -> None:
+        """Set the header field that the trailers of all calls end with from now on."""
+        self._listener.load_trailer = encoded
+
     @property
     def unsent(self) -> int:
         """Number of connections with unread responses."""

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import socket
 import ssl
+import sys
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -31,6 +32,7 @@ HANDSHAKE_TIMEOUT_S: Final = 10.0
 HANDSHAKES_MAX: Final = 128
 """Per listening socket."""
 SHUTDOWN_TIMEOUT_S: Final = 1.0
+NEVER_NS: Final = sys.maxsize
 
 log = logging.getLogger("iskander.connections")
 
@@ -48,6 +50,8 @@ class AcceptedSocket(Generic[Peer]):
     handshake: asyncio.Task[None] | None = None  # Its connection setup, with or without TLS.
     unsent_bytes: int = 0  # Last charge to the receive budget.
     is_open: bool = True  # The connection is counted.
+    expires_ns: int = NEVER_NS  # Start of the graceful close, and later the end of its grace.
+    is_expired: bool = False  # The graceful close has started.
 
 
 class Acceptor:

@@ -27,6 +27,8 @@ class ConnectionLimits:
         self.budget = ReceiveBudget(receive_bytes(config))
         self.turns = TurnScheduler(asyncio.get_running_loop())
         self.timeouts = config.timeouts
+        self.max_age_s = config.server.max_connection_age_s
+        self.max_age_grace_s = config.server.max_connection_age_grace_s
         self.ended: Counter[str] = Counter()
         self.source_percent = config.limits.source_percent
         self.descriptors = Descriptors()

@@ -1,4 +1,4 @@
-"""Base of the listeners of all protocols: connection limit, timeouts, eviction and shutdown.
+"""Base of the listeners of all protocols: connection limit, age, timeouts, shutdown.
 
 Near the limit, the remaining capacity is for sources with few connections. At the limit, an idle
 connection of the source with the most connections is evicted.
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 import ssl
 from abc import abstractmethod
 from collections import deque
-from typing import Final, Generic, Protocol, TypeVar
+from typing import ClassVar, Final, Generic, Protocol, TypeVar
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.transport.acceptor import AcceptedSocket, Acceptor
+from iskander.transport.acceptor import NEVER_NS, AcceptedSocket, Acceptor
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.sources import Source, SourceTable
 
@@ -32,6 +33,8 @@ CLOSING_MAX: Final = 64
 UNSENT_BYTES_MIN: Final = 65_536
 """Connections with fewer unsent bytes are not aborted to free memory."""
 POLL_S = 0.01
+AGE_JITTER: Final = 0.1
+"""Random deviation of a connection's maximum age, so that not all clients reconnect at once."""
 
 
 class Peer(Protocol):
@@ -54,6 +57,9 @@ class Peer(Protocol):
     def close_idle(self) -> None:
         """Close an idle connection without waiting for its client."""
 
+    def close_expired(self) -> None:
+        """Close at the end of the grace period: its open calls end now."""
+
     def abort(self) -> None:
         """Close now and drop unsent bytes."""
 
@@ -67,6 +73,9 @@ class ConnectionListener(Generic[Connection]):
     Up to `slack` connections above `connections_max` stay open, but their requests are rejected;
     further connections are closed.
     """
+
+    has_max_age: ClassVar[bool] = True
+    """Whether `server.max_connection_age_s` applies; its clients must be able to reconnect."""
 
     def __init__(
         self,
@@ -173,6 +182,9 @@ class ConnectionListener(Generic[Connection]):
             self.on_rejected()
             return None
         accepted: AcceptedSocket[Connection] = AcceptedSocket(source, is_surplus)
+        if self.has_max_age and self._limits.max_age_s:
+            age_s = self._limits.max_age_s * random.uniform(1 - AGE_JITTER, 1 + AGE_JITTER)
+            accepted.expires_ns = accepted.accepted_ns + int(age_s * NS_PER_S)
         self._surplus += is_surplus
         self._sources.add(source, accepted)
         self._open += 1
@@ -252,9 +264,26 @@ class ConnectionListener(Generic[Connection]):
             connection = unchecked.popleft()
             if connection in self.connections:
                 connection.enforce_timeouts(now)
+                self._enforce_age(connection, now)
                 self.charge_unsent(connection)
         step_s = CHECK_INTERVAL_S / CHECK_STEPS
         self._check_timer = self.loop.call_later(step_s, self._check_connections)
+
+    def _enforce_age(self, connection: Connection, now: int) -> None:
+        """Close a connection gracefully at its maximum age, and finally after the grace period."""
+        accepted = self._accepted.get(connection)
+        if accepted is None or now < accepted.expires_ns:
+            return
+        if accepted.is_expired:
+            accepted.expires_ns = NEVER_NS
+            self.count_ended("max_age_grace")
+            connection.close_expired()
+            return
+        accepted.is_expired = True
+        grace_ns = int(self._limits.max_age_grace_s * NS_PER_S)
+        accepted.expires_ns = now + grace_ns if grace_ns else NEVER_NS
+        self.count_ended("max_age")
+        connection.close_gracefully()
 
     def charge_unsent(self, connection: Connection) -> None:
         """Update the charge for the unsent bytes of a connection."""

@@ -16,7 +16,7 @@ from iskander.transport.connection_listener import SCRATCH_BYTES
 from iskander.transport.http2 import connection as connection_module
 from iskander.transport.http2.call import Call
 from iskander.transport.http2.connection import Connection
-from iskander.transport.http2.status import RpcError
+from iskander.transport.http2.status import RpcError, Status
 from iskander.transport.receive_budget import ReceiveBudget
 from iskander.transport.turn_scheduler import TurnScheduler
 
@@ -269,8 +269,11 @@ class FakeHost:
         self.ended: list[str] = []
         self.count_ended = self.ended.append
         self.add_details = lambda path, error: RpcError(
-            error.status, error.message, (("why", path),)
+            error.status if isinstance(error, RpcError) else Status.UNAVAILABLE,
+            error.message,
+            (("why", path),),
         )
+        self.load_trailer = b""
         self.served: list[Call] = []
         self.forget = self.connections.discard
         self.unsent: list[int] = []

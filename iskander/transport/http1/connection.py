@@ -360,6 +360,10 @@ class Connection(H11Protocol):
         """Close to free capacity for another connection."""
         self.transport.close()
 
+    def close_expired(self) -> None:
+        """Close during a request: its client gets no response, or part of one."""
+        self.abort()
+
     def abort(self) -> None:
         """Close now and drop unsent bytes."""
         self.transport.abort()

@@ -150,7 +150,7 @@ class Call(CallReceiver):
             return False
         if not output.can_answer(self, length):
             return False
-        output.answer(self, length, parts)
+        output.answer(self, length, parts, self._streams.host.load_trailer)
         self.close()
         return True
 
@@ -180,7 +180,7 @@ class Call(CallReceiver):
         """Send the status and close the call, unless it is over; unsent data is discarded."""
         if self.is_over:
             return
-        block = headers.trailers(status, message, metadata)
+        block = headers.trailers(status, message, metadata) + self._streams.host.load_trailer
         if not self._has_sent_headers:
             block = headers.RESPONSE + block
         if self._outbox and (self._is_part_sent or status is Status.OK):

@@ -12,6 +12,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final, cast
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.errors import Draining
 from iskander.transport.http2 import frames
 from iskander.transport.http2.call import Call
 from iskander.transport.http2.call_receiver import WINDOW_BYTES
@@ -45,6 +46,10 @@ HTTP1_LINE_BYTES: Final = 4096
 """Part of the first read that is searched for an HTTP/1 request line."""
 _KEEPALIVE_PING: Final = b"iskalive"
 _DRAIN_PING: Final = b"iskleave"
+_EXPIRED: Final = (
+    "the connection has reached its maximum age (`server.max_connection_age_s`, "
+    "`server.max_connection_age_grace_s`); retry on a new one"
+)
 _NOT_HTTP2: Final = (
     b"HTTP/1.1 505 HTTP Version Not Supported\r\nconnection: close\r\n"
     b"content-type: text/plain\r\n\r\nThis port serves gRPC over HTTP/2.\n"
@@ -170,6 +175,15 @@ class Connection(asyncio.BufferedProtocol):
             self._is_draining = True
             self.output.emit(frames.goaway(frames.WINDOW_MAX, ErrorCode.NO_ERROR))
             self.output.emit(frames.frame(frames.PING, 0, 0, _DRAIN_PING))
+
+    def close_expired(self) -> None:
+        """End the open calls with a retryable error, and close the connection."""
+        error = Draining(_EXPIRED, retry_after_ms=0)
+        for call in list(self.calls.values()):
+            ended = self.host.add_details(call.path, error)
+            call.end(ended.status, ended.message, ended.trailers)
+        self.output.emit(frames.goaway(self.streams.last_id, ErrorCode.NO_ERROR, "maximum age"))
+        self._close()
 
     def abort(self) -> None:
         """Close at once and discard unsent data."""

@@ -98,15 +98,20 @@ class FrameSender:
         """Whether a response of one message can be sent now."""
         return not self._table_update and self.can_send(call, frames.PREFIX_BYTES + length)
 
-    def answer(self, call: Call, length: int, parts: Sequence[Message]) -> None:
+    def answer(
+        self, call: Call, length: int, parts: Sequence[Message], load_trailer: bytes
+    ) -> None:
         """Send a response of one message with its status; requires capacity."""
         stream_id, size = call.stream_id, frames.PREFIX_BYTES + length
         high, low = size >> 16, size & 0xFFFF
         head = headers.RESPONSE
         start = _pack_headers(_RESPONSE_START, stream_id, head, high, low, stream_id, length)
-        self._write_data(
-            call, size, [start, *parts, _pack_trailers(_OK_START, stream_id, headers.OK)]
-        )
+        if load_trailer:
+            block = headers.OK + load_trailer
+            end = frames.header_block(stream_id, frames.END_STREAM, block, self.frame_bytes)
+        else:
+            end = _pack_trailers(_OK_START, stream_id, headers.OK)
+        self._write_data(call, size, [start, *parts, end])
 
     def _write_data(self, call: Call, size: int, raw: list[Message]) -> None:
         """Write frames that contain one DATA frame of this size."""

@@ -26,7 +26,10 @@ class Listener(ConnectionListener[Connection]):
         serve_inline: Handles a call without a task; returns False if it needs one.
         message_bytes: Returns the limit on request messages of a path.
         calls_max: Limit on open calls per connection.
-        add_details: Converts a transport error to the error format of the call's path.
+        add_details: Converts an error to the error format of the call's path.
+
+    Attributes:
+        load_trailer: Header fields, encoded, that the trailers of every served call end with.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Listener(ConnectionListener[Connection]):
         message_bytes: Callable[[str], int],
         calls_max: int,
         connections_max: int,
-        add_details: Callable[[str, RpcError], RpcError],
+        add_details: Callable[[str, Exception], RpcError],
         limits: ConnectionLimits,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -47,6 +50,7 @@ class Listener(ConnectionListener[Connection]):
         self.message_bytes = message_bytes
         self.calls_max = calls_max
         self.add_details = add_details
+        self.load_trailer = b""
 
     @property
     def unsent(self) -> int:

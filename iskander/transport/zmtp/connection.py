@@ -239,6 +239,10 @@ class Connection(asyncio.BufferedProtocol):
         self._is_closed = True
         self._transport.close()
 
+    def close_expired(self) -> None:
+        """Close after the write buffer is sent; not used, as connections have no maximum age."""
+        self.close_gracefully()
+
     def abort(self) -> None:
         """Close now and drop unsent bytes."""
         self._is_closed = True

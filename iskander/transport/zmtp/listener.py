@@ -29,6 +29,9 @@ class Listener(ConnectionListener[Connection]):
         on_broken: Receives the reason why a connection was ended.
     """
 
+    # A peer's queued messages would be lost with its connection.
+    has_max_age = False
+
     def __init__(
         self,
         open_session: Callable[[Connection, bytes], Session],

@@ -41,6 +41,9 @@ EXHAUSTED = "gRPC returned resource exhausted error, with message: too many call
         (flight.FlightInternalError("Received RST_STREAM"), ConnectionFailed),
         (flight.FlightTimedOutError("x"), DeadlineExceeded),
         (flight.FlightCancelledError("x"), Cancelled),
+        # A proxy whose gateway was killed.
+        (flight.FlightCancelledError("Received RST_STREAM with error code 8"), ConnectionFailed),
+        (flight.FlightServerError("Stream removed"), ConnectionFailed),
         (pa.ArrowCancelled("x"), Cancelled),
         (flight.FlightUnauthenticatedError("x"), Unauthenticated),
         (flight.FlightUnauthorizedError("x"), PermissionDenied),

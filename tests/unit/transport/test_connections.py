@@ -16,13 +16,17 @@ from typing import Any, cast
 
 import pytest
 
-from iskander.config.schema import Config, LimitsConfig
+from iskander.clock import NS_PER_S, now_ns
+from iskander.config.schema import Config, LimitsConfig, ServerConfig
 from iskander.transport import acceptor, connection_listener
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.connection_listener import ConnectionListener
 from iskander.transport.descriptors import Descriptors
 
 WITHIN_S = 10.0
+DEFAULTS = ServerConfig()
+AGE_S = 100
+GRACE_S = 30
 _counter = itertools.count(1)
 
 
@@ -36,7 +40,8 @@ class Connection(asyncio.Protocol):
         self.idle_since_ns = next(_counter)
         self.unsent_bytes = 0
         self.is_evicted = self.is_aborted = False
-        self.checks = 0
+        self.checks = self.graceful_closes = 0
+        self.is_expired = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -49,6 +54,12 @@ class Connection(asyncio.Protocol):
         self.checks += 1
 
     def close_gracefully(self) -> None:
+        self.graceful_closes += 1
+        if self.idle_since_ns:
+            self.transport.close()
+
+    def close_expired(self) -> None:
+        self.is_expired = True
         self.transport.close()
 
     def close_idle(self) -> None:
@@ -66,10 +77,14 @@ class Listener(ConnectionListener[Connection]):
 
 
 def run_scenario(
-    scenario: Callable[[Listener], Awaitable[None]], connections_max: int = 8, percent: int = 25
+    scenario: Callable[[Listener], Awaitable[None]],
+    connections_max: int = 8,
+    percent: int = 25,
+    server: ServerConfig = DEFAULTS,
 ) -> None:
     async def run() -> None:
-        limits = ConnectionLimits(Config(limits=LimitsConfig(source_percent=percent)))
+        config = Config(limits=LimitsConfig(source_percent=percent), server=server)
+        limits = ConnectionLimits(config)
         listener = Listener(connections_max, limits)
         try:
             await scenario(listener)
@@ -195,6 +210,83 @@ def test_timeout_checks_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -
         assert checks == list(range(100, 1001, 100))
 
     run_scenario(scenario, connections_max=2000)
+
+
+def check_at(listener: Listener, second: float) -> None:
+    """Checks all connections as `second` seconds from now."""
+    for connection in list(listener.connections):
+        listener._enforce_age(connection, now_ns() + int(second * NS_PER_S))
+
+
+def test_connection_has_no_maximum_age_by_default() -> None:
+    async def scenario(listener: Listener) -> None:
+        held = admit(listener, "a", busy=True)
+        check_at(listener, 1e6)
+        assert held is not None and not held.graceful_closes and not held.is_expired
+
+    run_scenario(scenario)
+
+
+@pytest.mark.parametrize("grace_s", [0, GRACE_S])
+def test_connection_closes_gracefully_at_its_age_and_finally_after_the_grace(grace_s: int) -> None:
+    async def scenario(listener: Listener) -> None:
+        held = admit(listener, "a", busy=True)
+        assert held is not None
+        check_at(listener, 0.9 * AGE_S - 1)
+        assert not held.graceful_closes
+        for second in (1.1 * AGE_S + 1, 1.1 * AGE_S + GRACE_S):
+            check_at(listener, second)
+            assert (held.graceful_closes, held.is_expired) == (1, False)
+        for second in (1.1 * AGE_S + GRACE_S + 2, 1e6):
+            check_at(listener, second)
+            assert (held.graceful_closes, held.is_expired) == (1, bool(grace_s))
+        counts = {"max_age": 1} | ({"max_age_grace": 1} if grace_s else {})
+        assert listener._limits.ended == counts
+
+    server = ServerConfig(max_connection_age_s=AGE_S, max_connection_age_grace_s=grace_s)
+    run_scenario(scenario, server=server)
+
+
+def test_connections_reach_their_age_at_different_times() -> None:
+    """200 ages are within 10 % of the setting, and cover most of that range."""
+
+    async def scenario(listener: Listener) -> None:
+        for _ in range(200):
+            assert admit(listener, "a") is not None
+        accepted = listener._accepted.values()
+        ages_s = [(each.expires_ns - each.accepted_ns) / NS_PER_S for each in accepted]
+        assert 90 <= min(ages_s) < 95 and 105 < max(ages_s) <= 110
+
+    server = ServerConfig(max_connection_age_s=AGE_S)
+    run_scenario(scenario, connections_max=400, percent=100, server=server)
+
+
+def test_listener_without_an_age_ignores_the_setting() -> None:
+    """ZeroMQ peers would lose their queued messages."""
+
+    async def scenario(listener: Listener) -> None:
+        listener.has_max_age = False  # type: ignore[misc]
+        held = admit(listener, "a", busy=True)
+        check_at(listener, 1e6)
+        assert held is not None and not held.graceful_closes
+
+    run_scenario(scenario, server=ServerConfig(max_connection_age_s=AGE_S))
+
+
+def test_timeout_check_enforces_the_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_listener, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(connection_listener, "CHECK_STEPS", 1)
+
+    async def scenario(listener: Listener) -> None:
+        held = admit(listener, "a")
+        assert held is not None
+        listener._accepted[held].expires_ns = 0
+        listener._check_connections()
+        assert listener._check_timer is not None
+        listener._check_timer.cancel()
+        assert held.graceful_closes == 1
+
+    run_scenario(scenario, server=ServerConfig(max_connection_age_s=AGE_S))
 
 
 def test_unsent_bytes_are_charged_and_largest_are_aborted_above_the_limit() -> None:

@@ -49,7 +49,7 @@ from iskander.errors import DeadlineExceeded
 from iskander.protocols import grpc_errors, grpc_server
 from iskander.transport import turn_scheduler
 from iskander.transport.connection_listener import SCRATCH_BYTES
-from iskander.transport.http2 import connection, frames
+from iskander.transport.http2 import connection, frames, response_headers
 from iskander.transport.http2.call import Call, Message
 from iskander.transport.http2.call_receiver import WINDOW_BYTES
 from iskander.transport.http2.rate_limit import BURST
@@ -1638,6 +1638,59 @@ async def test_graceful_close_without_calls_ends_after_the_ping_ack() -> None:
     assert peer.goaway_code is None
     acknowledge_goaway(peer)
     assert peer.goaway_code == client.NO_ERROR
+
+
+@in_loop
+async def test_expired_connection_ends_its_calls_with_a_retryable_status() -> None:
+    """The first call has sent nothing yet, the second a message."""
+    peer = Peer(echo)
+    peer.open(1)
+    peer.open(3)
+    peer.feed(data(3, message(b"on")))
+    await turns()
+    peer.connection.close_gracefully()
+    acknowledge_goaway(peer)
+    peer.connection.close_expired()
+    await turns()
+
+    assert peer.answer(3).messages == [b"on"]
+    for stream_id in (1, 3):
+        answer = peer.answer(stream_id)
+        assert answer.status == Status.UNAVAILABLE
+        assert "server.max_connection_age_s" in answer.blocks[-1]["grpc-message"]
+    assert peer.goaway_code == client.NO_ERROR
+    assert not peer.calls and not peer.host.connections
+
+
+@in_loop
+async def test_expired_connection_without_an_answer_to_the_ping_is_closed() -> None:
+    peer = Peer(echo)
+    peer.connection.close_gracefully()
+    peer.connection.close_expired()
+    await turns()
+    assert peer.goaway_code == client.NO_ERROR and not peer.host.connections
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@in_loop
+async def test_trailers_end_with_the_load_report(is_whole: bool) -> None:
+    """As one write with the message, or in a frame of their own."""
+
+    async def answer(call: Call) -> None:
+        raw = await call.read()
+        assert raw is not None
+        await (call.answer(raw) if is_whole else call.write(raw))
+
+    peer = Peer(answer)
+    report = response_headers.block([("endpoint-load-metrics-bin", b"\1\2\3")])
+    for stream_id, trailer in ((1, b""), (3, report), (5, b"")):
+        peer.host.load_trailer = trailer
+        peer.open(stream_id)
+        peer.feed(data(stream_id, message(b"on"), END_STREAM))
+        await turns()
+        assert peer.answer(stream_id).messages == [b"on"]
+        fields = {"endpoint-load-metrics-bin": "AQID"} if trailer else {}
+        assert peer.answer(stream_id).blocks[-1] == {"grpc-status": "0"} | fields
 
 
 @in_loop
