@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup quickstart serve test test-fast test-all test-kserve lint fmt bench bench-peers bench-scheduling docs wheel ci clean
+.PHONY: setup quickstart serve test test-fast test-all test-engines test-kserve lint fmt bench bench-peers bench-scheduling docs wheel ci clean
 
 setup: .venv/.installed
 
@@ -36,6 +36,12 @@ test-all: .venv/.installed-tests
 	ISKANDER_SLOW=1 $(BIN)/pytest $(SIDE_BY_SIDE)
 	ISKANDER_TEST_ALL=1 $(BIN)/pytest tests/interop
 	ISKANDER_SLOW=1 ISKANDER_TEST_ALL=1 $(BIN)/pytest -n 3 tests/fuzz
+
+# Ray, and Spark with Java, on this machine; in an environment of their own, because they are large.
+test-engines:
+	mkdir -p build
+	VENV=build/engines PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,ray,spark]'
+	ISKANDER_ENGINES=1 build/engines/bin/pytest tests/engines
 
 # KServe's client needs an older psutil than the server, so it has its own environment.
 test-kserve: .venv/.installed-tests

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from iskander.errors import ConfigError, IskanderError, ModelMoved
 
@@ -26,11 +27,14 @@ if TYPE_CHECKING:
     from iskander.client import Client
     from iskander.scoring.job import Job
     from iskander.scoring.journal import Journal
+    from iskander.scoring.plan import Unit
     from iskander.scoring.planning import Planned
     from iskander.scoring.report import Report
-    from iskander.scoring.runner import Stop
+    from iskander.scoring.runner import RunningUnit, Stop
     from iskander.scoring.sources import Source
+    from iskander.scoring.unit_run import Shared
 
+ENGINES: Final = ("here", "ray")
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_QUARANTINED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 ATTEMPTS: Final = 40
 """Attempts without a result between them: about a minute, enough for a server that restarts."""
@@ -56,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tls", action="store_true", help="connect with TLS")
     for name in ("roots", "certificate", "key"):
         add(f"--tls-{name}", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+
+    add("--engine", default="here", metavar="NAME", help="here, or ray: tasks and servers of Ray")
+    add("--ray-address", default="auto", metavar="ADDRESS", help="auto, local or HOST:PORT")
 
     group = parser.add_argument_group("rows and columns")
     add = group.add_argument
@@ -107,8 +114,11 @@ def run(arguments: argparse.Namespace, token: str | None) -> int:
 
 
 def _run(arguments: argparse.Namespace, token: str | None) -> int:
+    from iskander.scoring.job import CONCURRENCY_MAX
     from iskander.scoring.progress import open_progress
 
+    if arguments.engine not in ENGINES:
+        raise ConfigError(f"--engine {arguments.engine}: expected {' or '.join(ENGINES)}")
     model, version = _model(arguments)
     job = _job(arguments, model, version)
     # Wrong usage is reported before a server starts.
@@ -117,7 +127,9 @@ def _run(arguments: argparse.Namespace, token: str | None) -> int:
 
         parse_filter(job.filter)
     open_progress(arguments.progress).close()
-    with _client(arguments, token) as server:
+    with _connected(arguments, token) as server:
+        if server.streams is not None and arguments.concurrency is None:
+            job = dataclasses.replace(job, concurrency=min(server.streams, CONCURRENCY_MAX))
         return _score(arguments, job, server)
 
 
@@ -197,36 +209,66 @@ def _bytes(option: str, text: str | None, default: int) -> int:
 
 
 class _Server(NamedTuple):
-    """Client of the server, and the check whether a private one has ended."""
+    """Client of the server, and what differs between servers and engines.
+
+    Attributes:
+        lost: Returns an error if a private server has ended.
+        open_unit: `Parts.open_unit` of an engine; None: here.
+        streams: Default of `--concurrency`; None: that of a job here.
+    """
 
     client: Client
-    lost: Callable[[], IskanderError | None]
+    lost: Callable[[], IskanderError | None] = lambda: None
+    open_unit: Callable[[Shared, Unit], RunningUnit] | None = None
+    streams: int | None = None
 
 
 @contextlib.contextmanager
-def _client(arguments: argparse.Namespace, token: str | None) -> Iterator[_Server]:
-    """Connect to the given server, or to a private one."""
+def _connected(arguments: argparse.Namespace, token: str | None) -> Iterator[_Server]:
+    """Connect to the given servers, to those of a Ray cluster, or to a private one."""
     from iskander.client import Client, Retry, Tls
     from iskander.scoring.server import private_server
 
-    retry = Retry(attempts=ATTEMPTS)
-    if arguments.server:
-        tls = Tls(arguments.tls_roots, arguments.tls_certificate, arguments.tls_key)
-        with Client(
-            [each for each in arguments.server.split(",") if each],
-            token=token,
-            tls=tls if arguments.tls or any(tls) else None,
-            retry=retry,
-        ) as client:
-            yield _Server(client, lambda: None)
-        return
-    with (
-        private_server(None if arguments.config else arguments.model, config=arguments.config) as (
-            server
-        ),
-        Client(server.address, token=token, retry=retry) as client,
-    ):
-        yield _Server(client, server.lost)
+    tls = Tls(arguments.tls_roots, arguments.tls_certificate, arguments.tls_key)
+    options: dict[str, Any] = {"token": token, "retry": Retry(attempts=ATTEMPTS)}
+    if arguments.tls or any(tls):
+        options["tls"] = tls
+    model = None if arguments.config else arguments.model
+    if arguments.engine == "ray":
+        with _ray_servers(arguments, model, options) as server:
+            yield server
+    elif arguments.server:
+        with Client(_names(arguments.server), **options) as client:
+            yield _Server(client)
+    else:
+        with (
+            private_server(model, config=arguments.config) as private,
+            Client(private.address, **options) as client,
+        ):
+            yield _Server(client, private.lost)
+
+
+@contextlib.contextmanager
+def _ray_servers(
+    arguments: argparse.Namespace, model: str | None, options: Mapping[str, Any]
+) -> Iterator[_Server]:
+    """Connect to a Ray cluster, and start servers on its nodes unless some are given."""
+    from iskander.ray import Fleet, cluster
+    from iskander.ray.addresses import Servers, fixed_servers
+    from iskander.ray.scorer import open_client
+    from iskander.ray.units import RayUnits
+
+    cluster.connect(arguments.ray_address)
+    with contextlib.ExitStack() as stack:
+        stack.callback(cluster.disconnect)
+        servers: Servers
+        if arguments.server:
+            servers = fixed_servers(_names(arguments.server))
+        else:
+            fleet = Fleet(model, config=arguments.config, token=options["token"])
+            servers = stack.enter_context(fleet).servers()
+        client = stack.enter_context(open_client(servers.addresses(), options))
+        yield _Server(client, open_unit=RayUnits(servers, options), streams=cluster.cpus())
 
 
 def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
@@ -270,6 +312,7 @@ def _run_job(
     from iskander.scoring.runner import Interrupted, Parts, Runner, Stop
     from iskander.scoring.sinks import open_sink
     from iskander.scoring.sinks.errors import OutputExists
+    from iskander.scoring.unit_run import UnitRun
 
     stop = Stop()
     runner = Runner(
@@ -283,6 +326,7 @@ def _run_job(
             progress=open_progress(arguments.progress),
             stop=stop,
             lost=server.lost,
+            open_unit=server.open_unit or UnitRun,
         )
     )
     with _stopped_by_signals(stop):

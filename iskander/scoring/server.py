@@ -30,8 +30,11 @@ from iskander.errors import ConfigError, IskanderError, NotReady
 
 READY_S: Final = 180.0
 """Time from the start of the gateway to a ready model."""
+CALL_S: Final = 5.0
 STOP_S: Final = 15.0
 DRAIN_S: Final = 5.0
+REATTACH_S: Final = 5.0
+"""Time for which workers keep their memory after a killed gateway, for the next one."""
 STARTS_MAX: Final = 4
 """Starts of the gateway in one job, the first included."""
 SOCKET_PATH_BYTES_MAX: Final = 100
@@ -76,6 +79,7 @@ class PrivateServer:
         config: Configuration file.
         folder: Folder of sockets and the log.
         listen: `HOST:PORT` to listen on beside the unix socket; empty: none.
+        token: Token for the wait until it is ready, if the configuration has tokens.
 
     Attributes:
         address: Its address for a client.
@@ -83,16 +87,24 @@ class PrivateServer:
     """
 
     def __init__(
-        self, settings: dict[str, Any], config: Path, folder: Path, listen: str = ""
+        self,
+        settings: dict[str, Any],
+        config: Path,
+        folder: Path,
+        *,
+        listen: str = "",
+        token: str | None = None,
     ) -> None:
         self.address = f"unix:{folder / 'server.sock'}"
         self.starts = 0
+        self._token = token
         self._log = folder / "gateway.log"
         settings = {
             "server.address": [self.address, listen] if listen else self.address,
             "server.runtime_directory": str(folder / "run"),
             "server.processes": 1,
             "server.drain_s": DRAIN_S,
+            "workers.reattach_s": REATTACH_S,
             "shared_memory.path": str(folder / "shared.sock"),
             "admin.address": "",
             "lanes.ttl_ms": 0,
@@ -119,7 +131,7 @@ class PrivateServer:
         """
         self._thread.start()
         deadline_ns = clock.now_ns() + int(READY_S * clock.NS_PER_S)
-        with Client(self.address, timeout_s=5.0, shared_bytes=0, retry=OFF) as client:
+        with self._client() as client:
             while True:
                 if self._ended.is_set():
                     raise NotReady(f"the private server ended at its start: {self.log_tail()}")
@@ -131,6 +143,14 @@ class PrivateServer:
                         f"the private server is not ready after {READY_S:g} s: {self.log_tail()}"
                     )
                 self._ended.wait(_READY_POLL_S)
+
+    def is_ready(self) -> bool:
+        """Whether the gateway answers and its models are ready."""
+        try:
+            with self._client() as client:
+                return bool(client.health()["ready"])
+        except IskanderError:
+            return False
 
     def stop(self) -> None:
         """End the gateway with SIGTERM, and with SIGKILL after a deadline."""
@@ -151,6 +171,9 @@ class PrivateServer:
         except OSError:
             return "no log"
         return " | ".join(text.strip().splitlines()[-5:])[-800:] or "its log is empty"
+
+    def _client(self) -> Client:
+        return Client(self.address, timeout_s=CALL_S, token=self._token, shared_bytes=0, retry=OFF)
 
     def _run(self) -> None:
         """Start the gateway, and again after its death; end it when stopped."""
@@ -213,7 +236,11 @@ def private_server(
 
 @contextlib.contextmanager
 def prepared_server(
-    model: str | None = None, *, config: str | None = None, listen: str = ""
+    model: str | None = None,
+    *,
+    config: str | None = None,
+    listen: str = "",
+    token: str | None = None,
 ) -> Iterator[PrivateServer]:
     """Prepare a server like `private_server`, for the caller to start; stop it at the end.
 
@@ -221,6 +248,7 @@ def prepared_server(
         model: Path of a model; needed without a configuration.
         config: Configuration, whose addresses are replaced.
         listen: `HOST:PORT` to listen on beside the unix socket; empty: none.
+        token: Token for the wait until it is ready, if the configuration has tokens.
 
     Raises:
         ConfigError: The file does not exist.
@@ -242,7 +270,7 @@ def prepared_server(
             path.write_text("\n".join(["[[models]]", *lines]) + "\n")
             # The model is the caller's own, and a sandboxed load starts a process more.
             settings["loading.sandbox"] = False
-        server = PrivateServer(settings, path, folder, listen)
+        server = PrivateServer(settings, path, folder, listen=listen, token=token)
         try:
             yield server
         finally:

@@ -232,8 +232,8 @@ GATEWAY_METRICS: tuple[Metric[MetricSources], ...] = (
            "sufficient token.",
            lambda gateway: [((name,), gateway.refused.get(name, 0)) for name in REFUSED]),
     Metric("iskander_connections_ended_total", "counter", "connections", ("reason",),
-           "Connections, or messages of them, that the server ended for a limit, a timeout or a "
-           "protocol violation.",
+           "Connections, or messages of them, that the server ended for a limit, a timeout, the "
+           "maximum age or a protocol violation.",
            lambda gateway: [((name,), gateway.connections_ended.get(name, 0))
                             for name in sorted({*TIMEOUTS, *gateway.connections_ended})]),
     _gauge("iskander_receive_limit_bytes", "bytes", "Limit of buffered received bytes.",

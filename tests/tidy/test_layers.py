@@ -49,10 +49,13 @@ LAYERS = {
     # The clock: deadlines of calls and the age of connections.
     "client": "errors clock memory control",
     "scoring": "build_info errors clock client",
+    "ray": "errors clock client scoring",
+    # The parts of `ray` without Ray: columns, and the preference of one server.
+    "spark": "errors client ray",
     "iskander_worker": "build_info errors clock decoders varint contract memory control",
     "cli": (
         "build_info errors contract config arrow memory control auth transport scheduling "
-        "supervision repository protocols gateway client scoring iskander_worker"
+        "supervision repository protocols gateway client scoring ray iskander_worker"
     ),
 }
 # Exceptions to the table, for type checkers only.
@@ -81,6 +84,8 @@ IMPORTERS = {
     ),
     "h11": (("iskander/transport/http1/connection.py",), "iskander.transport.http1.listener"),
     "pyarrow.flight": (("iskander/client/",), "iskander.client"),
+    "ray": (("iskander/ray/",), "iskander.ray"),
+    "pyspark": ((), "the methods of the caller's DataFrame, as iskander.spark does"),
     "stamina": (("iskander/client/retry.py",), "iskander.client.retry"),
     "grpc": ((), "iskander.transport.http2"),
     "hpack": (("iskander/transport/http2/header_block_reader.py",), "iskander.transport.http2"),
@@ -105,6 +110,8 @@ IMPORTERS = {
             "iskander/cli/",
             "iskander/client/",
             "iskander/scoring/",
+            "iskander/ray/",
+            "iskander/spark/",
             "workers/iskander_worker/record_batches.py",
         ),
         "no alternative: only workers of models that use Arrow load it",
@@ -167,6 +174,7 @@ PURE = (
     "iskander/client/matching.py",
     "iskander/client/model.py",
     "iskander/client/slicing.py",
+    "iskander/spark/schemas.py",
     "iskander/protocols/flight/batch_limits.py",
     "iskander/protocols/flight/data.py",
     "iskander/protocols/oip/http/json_values.py",

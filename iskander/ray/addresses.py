@@ -1,0 +1,126 @@
+"""Addresses of the servers that a dataset is scored with, as seen from one node.
+
+Runs in: drivers and actors of Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+from iskander.errors import ConfigError
+from iskander.ray import cluster
+
+STATUS_S: Final = 3.0
+"""Time for the actors of a fleet to answer; a restarting one does not."""
+
+
+class Addresses(NamedTuple):
+    """Addresses of servers that are ready.
+
+    Attributes:
+        preferred: Address of the server that a client prefers; empty: none is ready.
+        others: Those of the others.
+        is_expected: Whether there will be a preferred one, if there is none.
+    """
+
+    preferred: str
+    others: tuple[str, ...]
+    is_expected: bool = False
+
+
+class Servers(Protocol):
+    """Source of addresses; sent to the actors of Ray Data."""
+
+    def addresses(self) -> tuple[str, ...]:
+        """All addresses that were known at the start, for other nodes."""
+
+    def look_up(self) -> Addresses:
+        """Return the current addresses for this node."""
+
+
+@dataclass(frozen=True)
+class FixedServers:
+    """Servers that do not move.
+
+    Attributes:
+        by_node: Address for each node id.
+        unplaced: Addresses without a node; preferred on the node with the same host.
+    """
+
+    by_node: Mapping[str, str] = field(default_factory=dict)
+    unplaced: tuple[str, ...] = ()
+
+    def addresses(self) -> tuple[str, ...]:
+        """All addresses."""
+        return (*self.by_node.values(), *self.unplaced)
+
+    def look_up(self) -> Addresses:
+        """Return the addresses for this node."""
+        own = self.by_node.get(cluster.own_node_id(), "")
+        if not own and self.unplaced:
+            host = cluster.own_host()
+            here = (each for each in self.unplaced if each.rpartition(":")[0].strip("[]") == host)
+            own = next(here, "")
+        return Addresses(own, tuple(each for each in self.addresses() if each != own))
+
+
+@dataclass(frozen=True)
+class FleetServers:
+    """Servers of a fleet, whose actors are asked for their addresses.
+
+    Attributes:
+        prefix: Start of the names of the fleet's actors.
+        by_node: Address for each node id, at the start.
+    """
+
+    prefix: str
+    by_node: Mapping[str, str]
+
+    def addresses(self) -> tuple[str, ...]:
+        """All addresses that were known at the start."""
+        return tuple(self.by_node.values())
+
+    def look_up(self) -> Addresses:
+        """Ask the actors for the addresses of servers that are ready."""
+        actors = cluster.named_actors(self.prefix)
+        statuses = ready_statuses(actors)
+        node_id = cluster.own_node_id()
+        own = statuses.pop(node_id, None)
+        others = tuple(status["address"] for status in statuses.values())
+        return Addresses("" if own is None else _nearest(own), others, node_id in actors)
+
+
+def ready_statuses(actors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the status of each server that is ready, by node id, of actors by node id."""
+    results = cluster.call_each(actors, "status", timeout_s=STATUS_S)
+    return {
+        node_id: result
+        for node_id, result in results.items()
+        if isinstance(result, dict) and result["is_ready"]
+    }
+
+
+def _nearest(status: Mapping[str, Any]) -> str:
+    """The unix socket, which has shared memory, unless this process cannot see it."""
+    local = str(status["local"])
+    return local if Path(local.removeprefix("unix:")).exists() else str(status["address"])
+
+
+def fixed_servers(target: str | Sequence[str] | Mapping[str, str]) -> FixedServers:
+    """Return the servers of an address, of several, or of a table by node id.
+
+    Raises:
+        ConfigError: There is no address.
+    """
+    if isinstance(target, str):
+        servers = FixedServers(unplaced=(target,))
+    elif isinstance(target, Mapping):
+        servers = FixedServers(by_node=dict(target))
+    else:
+        servers = FixedServers(unplaced=tuple(target))
+    if not servers.addresses():
+        raise ConfigError("`target` has no address; the minimum is one")
+    return servers

@@ -1,0 +1,144 @@
+"""Units of a scoring job as tasks of a Ray cluster.
+
+A task reads a unit, scores it on the server of its own node, and writes the results to the staging
+folder of the output, so that all nodes need the storage of the input and the output. The journal
+and the commit stay with the command. Ray runs the task of a lost node again on another one.
+
+Runs in: the operator's tool; `_run` in processes of Ray.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from iskander.errors import Cancelled, IskanderError
+from iskander.ray import cluster
+from iskander.ray.addresses import Servers
+from iskander.ray.scorer import open_client
+from iskander.scoring.job import Job
+from iskander.scoring.journal import Finished
+from iskander.scoring.plan import Unit
+from iskander.scoring.planning import Planned
+from iskander.scoring.report import Counters
+from iskander.scoring.rows import ErrorBudget, Quarantine
+from iskander.scoring.sinks import Stager
+from iskander.scoring.sinks.writing import Staged
+from iskander.scoring.sources import Source
+from iskander.scoring.unit_run import Shared, UnitRun
+
+RETRIES: Final = 5
+"""Further attempts of a unit whose node or process was lost."""
+_POLL_S: Final = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What the tasks of a job have in common; Ray keeps it once on each node."""
+
+    job: Job
+    planned: Planned
+    source: Source
+    stager: Stager
+    quarantine: Quarantine | None
+    budget: ErrorBudget
+    servers: Servers
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    staged: Staged
+    finished: Finished
+    times: dict[str, float]
+
+
+class RayUnits:
+    """Opens units of one job as tasks; it is `Parts.open_unit` of a runner.
+
+    Args:
+        servers: Servers of the cluster.
+        options: Arguments of the clients in the tasks, such as the token.
+    """
+
+    def __init__(self, servers: Servers, options: Mapping[str, Any]) -> None:
+        self._servers, self._options = servers, dict(options)
+        self._mutex = threading.Lock()
+        self._work: Any = None
+
+    def __call__(self, shared: Shared, unit: Unit) -> RemoteUnit:
+        """Open a unit; nothing runs before `run`."""
+        with self._mutex:
+            if self._work is None:
+                self._work = cluster.put(
+                    _Work(
+                        job=shared.job,
+                        planned=shared.planned,
+                        source=shared.source,
+                        stager=shared.stager,
+                        quarantine=shared.quarantine,
+                        budget=shared.budget,
+                        servers=self._servers,
+                        options=self._options,
+                    )
+                )
+        return RemoteUnit(self._work, shared, unit)
+
+
+class RemoteUnit:
+    """A unit in a task of Ray."""
+
+    def __init__(self, work: Any, shared: Shared, unit: Unit) -> None:  # noqa: ANN401
+        self._work, self._shared, self._unit = work, shared, unit
+        self._is_cancelled = threading.Event()
+
+    def run(self) -> tuple[Staged, Finished]:
+        """Run the task; see `RunningUnit.run`.
+
+        Raises:
+            Cancelled: `cancel` was called.
+            NotReady: Ray lost the task more often than `RETRIES`.
+        """
+        task = cluster.start_task(_run, self._work, self._unit, retries=RETRIES)
+        while not cluster.is_done(task, within_s=_POLL_S):
+            if self._is_cancelled.is_set():
+                cluster.cancel_task(task)
+                raise Cancelled("the unit was dropped")
+        result: _Result | IskanderError = cluster.result_of(task)
+        if isinstance(result, IskanderError):
+            raise result
+        shared, finished = self._shared, result.finished
+        shared.counters.add(**result.times)
+        shared.budget.add(finished.rejected)
+        shared.on_rows(finished.rows_in)
+        return result.staged, finished
+
+    def cancel(self) -> None:
+        """End `run`; see `RunningUnit.cancel`."""
+        self._is_cancelled.set()
+
+
+def _run(work: _Work, unit: Unit) -> _Result | IskanderError:
+    """Run a unit in a process of Ray; its errors are values, because Ray changes their types."""
+    addresses = work.servers.look_up()
+    counters = Counters()
+    try:
+        given = [addresses.preferred] if addresses.preferred else addresses.others
+        with open_client(given, work.options) as client:
+            shared = Shared(
+                job=work.job,
+                planned=work.planned,
+                source=work.source,
+                stager=work.stager,
+                client=client,
+                counters=counters,
+                budget=work.budget,
+                quarantine=work.quarantine,
+                on_rows=lambda rows: None,
+            )
+            staged, finished = UnitRun(shared, unit).run()
+    except IskanderError as error:
+        return error
+    return _Result(staged=staged, finished=finished, times=counters.times())
