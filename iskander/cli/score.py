@@ -253,9 +253,10 @@ def _ray_servers(
     arguments: argparse.Namespace, model: str | None, options: Mapping[str, Any]
 ) -> Iterator[_Server]:
     """Connect to a Ray cluster, and start servers on its nodes unless some are given."""
+    from iskander.engines.addresses import Servers
+    from iskander.engines.scorer import open_client
     from iskander.ray import Fleet, cluster
-    from iskander.ray.addresses import Servers, fixed_servers
-    from iskander.ray.scorer import open_client
+    from iskander.ray.addresses import fixed_servers
     from iskander.ray.units import RayUnits
 
     cluster.connect(arguments.ray_address)

@@ -8,37 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final
 
+from iskander.engines.addresses import Addresses
 from iskander.errors import ConfigError
 from iskander.ray import cluster
 
 STATUS_S: Final = 3.0
 """Time for the actors of a fleet to answer; a restarting one does not."""
-
-
-class Addresses(NamedTuple):
-    """Addresses of servers that are ready.
-
-    Attributes:
-        preferred: Address of the server that a client prefers; empty: none is ready.
-        others: Those of the others.
-        is_expected: Whether there will be a preferred one, if there is none.
-    """
-
-    preferred: str
-    others: tuple[str, ...]
-    is_expected: bool = False
-
-
-class Servers(Protocol):
-    """Source of addresses; sent to the actors of Ray Data."""
-
-    def addresses(self) -> tuple[str, ...]:
-        """All addresses that were known at the start, for other nodes."""
-
-    def look_up(self) -> Addresses:
-        """Return the current addresses for this node."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
+from iskander.engines.addresses import Servers
+from iskander.engines.columns import plan_columns
+from iskander.engines.scorer import Scorer, ScoreSpec, open_client
 from iskander.errors import ConfigError
 from iskander.ray import cluster
-from iskander.ray.addresses import Servers, fixed_servers
-from iskander.ray.columns import plan_columns
+from iskander.ray.addresses import fixed_servers
 from iskander.ray.fleet import Fleet
-from iskander.ray.scorer import Scorer, ScoreSpec, open_client
 
 BATCH_ROWS: Final = 4096
 BLOCK_ROWS: Final = 65_536

@@ -10,14 +10,15 @@ Runs in: the operator's tool; `_run` in processes of Ray.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from iskander.errors import Cancelled, IskanderError
+from iskander import clock
+from iskander.engines.addresses import Servers
+from iskander.engines.scorer import open_client
+from iskander.errors import Cancelled, IskanderError, NotReady
 from iskander.ray import cluster
-from iskander.ray.addresses import Servers
-from iskander.ray.scorer import open_client
 from iskander.scoring.job import Job
 from iskander.scoring.journal import Finished
 from iskander.scoring.plan import Unit
@@ -31,6 +32,8 @@ from iskander.scoring.unit_run import Shared, UnitRun
 
 RETRIES: Final = 5
 """Further attempts of a unit whose node or process was lost."""
+SERVERS_S: Final = 60.0
+"""Time in which one server must become ready."""
 _POLL_S: Final = 0.1
 
 
@@ -122,11 +125,9 @@ class RemoteUnit:
 
 def _run(work: _Work, unit: Unit) -> _Result | IskanderError:
     """Run a unit in a process of Ray; its errors are values, because Ray changes their types."""
-    addresses = work.servers.look_up()
     counters = Counters()
     try:
-        given = [addresses.preferred] if addresses.preferred else addresses.others
-        with open_client(given, work.options) as client:
+        with open_client(_nearest(work.servers), work.options) as client:
             shared = Shared(
                 job=work.job,
                 planned=work.planned,
@@ -142,3 +143,21 @@ def _run(work: _Work, unit: Unit) -> _Result | IskanderError:
     except IskanderError as error:
         return error
     return _Result(staged=staged, finished=finished, times=counters.times())
+
+
+def _nearest(servers: Servers) -> Sequence[str]:
+    """Return the server of this node, or all others; wait for servers that are starting.
+
+    Raises:
+        NotReady: None is ready in time.
+    """
+    deadline_ns = clock.now_ns() + int(SERVERS_S * clock.NS_PER_S)
+    while True:
+        addresses = servers.look_up()
+        if addresses.preferred:
+            return (addresses.preferred,)
+        if addresses.others:
+            return addresses.others
+        if clock.now_ns() > deadline_ns:
+            raise NotReady(f"no server of the cluster is ready after {SERVERS_S:g} s")
+        clock.pause_s(_POLL_S)

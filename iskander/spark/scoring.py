@@ -17,9 +17,9 @@ from iskander.client import ModelDescription, Retry, Tls
 from iskander.client.client import DEFAULT_RETRY
 from iskander.client.credentials import Token
 from iskander.client.retry import require_seconds
+from iskander.engines.columns import plan_columns
+from iskander.engines.scorer import ScoreSpec, open_client
 from iskander.errors import ConfigError, ContractError
-from iskander.ray.columns import plan_columns
-from iskander.ray.scorer import ScoreSpec, open_client
 from iskander.spark.schemas import arrow_type, as_batches, spark_fields, spark_results
 from iskander.spark.servers import node_servers
 from iskander.spark.workers import cut, in_order, open_scorer

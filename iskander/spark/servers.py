@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from iskander.engines.addresses import Addresses
 from iskander.errors import ConfigError
-from iskander.ray.addresses import Addresses
 
 _PORT_MAX = 65_535
 _HOST_VARIABLES = ("SPARK_LOCAL_HOSTNAME", "SPARK_LOCAL_IP")

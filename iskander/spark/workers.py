@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 import pyarrow as pa
 
-from iskander.ray.scorer import Scorer, ScoreSpec
+from iskander.engines.scorer import Scorer, ScoreSpec
 
 CALLS: Final = 4
 """Concurrent batches of a task."""

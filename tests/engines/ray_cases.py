@@ -21,9 +21,9 @@ from support.processes import eventually, render_config
 
 from iskander import clock
 from iskander.client import Client
+from iskander.engines.preferred import PreferredClient
 from iskander.errors import ConfigError, ContractError, ModelNotFound, NotReady, Unauthenticated
 from iskander.ray import Fleet, addresses, cluster, score
-from iskander.ray.preferred import PreferredClient
 
 ROWS, FILES, BLOCK_ROWS = 200_000, 20, 10_000
 WITHIN_S = 60.0

@@ -49,13 +49,14 @@ LAYERS = {
     # The clock: deadlines of calls and the age of connections.
     "client": "errors clock memory control",
     "scoring": "build_info errors clock client",
-    "ray": "errors clock client scoring",
+    "engines": "errors clock client scoring",
+    "ray": "errors clock client scoring engines",
     # The parts of `ray` without Ray: columns, and the preference of one server.
-    "spark": "errors client ray",
+    "spark": "errors client engines",
     "iskander_worker": "build_info errors clock decoders varint contract memory control",
     "cli": (
         "build_info errors contract config arrow memory control auth transport scheduling "
-        "supervision repository protocols gateway client scoring ray iskander_worker"
+        "supervision repository protocols gateway client scoring engines ray iskander_worker"
     ),
 }
 # Exceptions to the table, for type checkers only.
@@ -110,6 +111,7 @@ IMPORTERS = {
             "iskander/cli/",
             "iskander/client/",
             "iskander/scoring/",
+            "iskander/engines/",
             "iskander/ray/",
             "iskander/spark/",
             "workers/iskander_worker/record_batches.py",

@@ -77,7 +77,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
     monkeypatch.setattr(
         "iskander.spark.scoring.open_client", lambda *_: contextlib.nullcontext(fake)
     )
-    monkeypatch.setattr("iskander.ray.scorer.open_client", lambda *_: fake)
+    monkeypatch.setattr("iskander.engines.scorer.open_client", lambda *_: fake)
     yield fake
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from iskander.engines.addresses import Addresses
 from iskander.errors import ConfigError, ContractError
-from iskander.ray.addresses import Addresses
 from iskander.spark import workers
 from iskander.spark.servers import node_servers
 from iskander.spark.workers import OPENED_MAX, cut, in_order, open_scorer

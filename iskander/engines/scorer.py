@@ -1,6 +1,6 @@
-"""Scoring of one batch after another in an actor of Ray Data.
+"""Scoring of one batch after another in a process of an engine.
 
-Runs in: actors of Ray Data; several threads call the same object.
+Runs in: actors of Ray Data and Python workers of Spark; several threads call the same object.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Final
 import pyarrow as pa
 
 from iskander.client import Client
+from iskander.engines.addresses import Servers
+from iskander.engines.columns import Columns, joined
+from iskander.engines.preferred import PreferredClient
 from iskander.errors import IskanderError
-from iskander.ray.addresses import Servers
-from iskander.ray.columns import Columns, joined
-from iskander.ray.preferred import PreferredClient
 from iskander.scoring.rows import ErrorBudget, RowPolicy
 
 TTL_MS: Final = 3_600_000

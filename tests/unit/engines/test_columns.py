@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from iskander.client import ModelDescription
+from iskander.engines.columns import Columns, joined, plan_columns
 from iskander.errors import ConfigError, ContractError
-from iskander.ray.columns import Columns, joined, plan_columns
 
 
 def described(inputs: dict[str, Any], outputs: dict[str, Any], **other: Any) -> ModelDescription:

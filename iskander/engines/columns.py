@@ -1,6 +1,6 @@
 """Columns of a scored dataset: those that are sent, those that are kept, and the results.
 
-Runs in: drivers and actors of Ray. Pure.
+Runs in: drivers and processes of engines. Pure.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from support.processes import eventually
 
+from iskander.engines.addresses import Addresses
+from iskander.engines.preferred import PreferredClient
 from iskander.errors import ConnectionFailed, ContractError, IskanderError, NotReady, QueueFull
-from iskander.ray.addresses import Addresses, FixedServers, fixed_servers
-from iskander.ray.preferred import PreferredClient
+from iskander.ray.addresses import FixedServers, fixed_servers
 
 OWN, OTHERS = ("own",), ("b", "c")
 

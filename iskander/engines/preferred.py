@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol
 
 from iskander import clock
 from iskander.client.retry import is_gateway_failure, is_retryable
+from iskander.engines.addresses import Addresses
 from iskander.errors import DeadlineExceeded, IskanderError, NotReady
-from iskander.ray.addresses import Addresses
 
 PROBE_S: Final = 1.0
 """Time between two probes of a preferred server that was left."""
