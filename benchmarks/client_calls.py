@@ -2,13 +2,15 @@
 
     python -m benchmarks.client_calls [--seconds 2] [--rounds 5]
 
-Each way scores batches of 128 rows with the model of the quickstart, in a process of its own, in
-alternating rounds against one gateway with one worker:
+Each way scores with the model of the quickstart, in a process of its own, in alternating rounds
+against one gateway with one worker. Batches of 128 rows:
 
 - one caller, one call at a time: `pyarrow.flight` by hand, and `Client.score`
 - 64 requests in progress: four threads with one `Client`; `AsyncClient` on one loop; and grpc.aio
   with messages that were encoded before and results that are not decoded, which is an upper bound
   of a client on grpc.aio
+
+A table of a million rows: `Client.score`, and `Client.stream` of the batches that it would send.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ NAME = "movielens-two-tower"
 ROWS = 128
 IN_PROGRESS = 64
 THREADS = 4
+TABLE_ROWS = 1_000_000
 
 
 def batch_of_ids() -> pa.RecordBatch:
@@ -144,12 +147,57 @@ def grpc_aio(address: str, seconds: float) -> int:
     return asyncio.run(main())
 
 
+def table_of_ids() -> pa.Table:
+    """Random users and items."""
+    random = np.random.default_rng(7)
+    users, items = random.integers(1, 610, TABLE_ROWS), random.integers(1, 9724, TABLE_ROWS)
+    return pa.table({"user_id": users, "item_id": items})
+
+
+def score_table(address: str, seconds: float) -> int:
+    """Score a table of a million rows."""
+    from iskander.client import Client
+
+    table = table_of_ids()
+    with Client(address) as client:
+
+        def call() -> None:
+            assert client.score(NAME, table).num_rows == TABLE_ROWS
+
+        return repeated(call, seconds)
+
+
+def stream_table(address: str, seconds: float) -> int:
+    """Stream the batches of a million rows."""
+    from iskander.client import Client
+    from iskander.client.slicing import slices
+
+    table = table_of_ids()
+    with Client(address) as client:
+        limits = client.model(NAME).description.limits
+        batches = list(
+            slices(
+                table.to_batches(),
+                rows_max=limits["rows"],
+                bytes_max=limits["bytes"],
+                string_bytes_max=limits["string_bytes"],
+            )
+        )
+
+        def call() -> None:
+            assert sum(each.num_rows for each in client.stream(NAME, batches)) == TABLE_ROWS
+
+        return repeated(call, seconds)
+
+
 WAYS: dict[str, Callable[[str, float], int]] = {
     "by hand": by_hand,
     "Client.score": score,
     "four threads": threads,
     "AsyncClient": async_client,
     "grpc.aio, no Arrow": grpc_aio,
+    "stream of a million": stream_table,
+    "score of a million": score_table,
 }
 
 
@@ -218,6 +266,13 @@ def main() -> None:
         for own, other in zip(measured["Client.score"], measured["by hand"], strict=True)
     ]
     print(f"Client.score above by hand: median {statistics.median(extra):.0f} us")
+    times = [
+        other[0] / own[0]
+        for own, other in zip(
+            measured["score of a million"], measured["stream of a million"], strict=True
+        )
+    ]
+    print(f"score of a million in the time of its stream: median {statistics.median(times):.2f}")
     for way in ("AsyncClient", "grpc.aio, no Arrow"):
         shares = [
             own[0] / other[0]

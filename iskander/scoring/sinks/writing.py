@@ -224,7 +224,10 @@ class FileWriter:
                 self._schema,
                 version="2.6",
                 compression=layout.compression,
-                use_dictionary=True,
+                # Scores rarely repeat, so that a dictionary of them is built in vain.
+                use_dictionary=[
+                    each.name for each in self._schema if not pa.types.is_floating(each.type)
+                ],
                 write_statistics=True,
                 data_page_version="1.0",
                 data_page_size=1 << 20,

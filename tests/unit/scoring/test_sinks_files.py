@@ -555,7 +555,7 @@ except OutputError as error:
         ("out", {}, 100),
         ("out", {}, 50_000),
         ("out", {"partition_by": ["day"]}, 20_000),
-        ("out", {"sort_by": ["score"]}, 330_000),
+        ("out", {"sort_by": ["score"]}, 310_000),
         ("out.parquet", {}, 10_000),
         # Units fit and all rows together do not.
         ("out.csv", {}, 500_000),
