@@ -215,12 +215,14 @@ class _Server(NamedTuple):
         lost: Returns an error if a private server has ended.
         open_unit: `Parts.open_unit` of an engine; None: here.
         streams: Default of `--concurrency`; None: that of a job here.
+        stall_s: Time without progress after which the job fails; None: that of a job here.
     """
 
     client: Client
     lost: Callable[[], IskanderError | None] = lambda: None
     open_unit: Callable[[Shared, Unit], RunningUnit] | None = None
     streams: int | None = None
+    stall_s: float | None = None
 
 
 @contextlib.contextmanager
@@ -257,7 +259,7 @@ def _ray_servers(
     from iskander.engines.scorer import open_client
     from iskander.ray import Fleet, cluster
     from iskander.ray.addresses import fixed_servers
-    from iskander.ray.units import RayUnits
+    from iskander.ray.units import STALL_S, RayUnits
 
     cluster.connect(arguments.ray_address)
     with contextlib.ExitStack() as stack:
@@ -269,7 +271,12 @@ def _ray_servers(
             fleet = Fleet(model, config=arguments.config, token=options["token"])
             servers = stack.enter_context(fleet).servers()
         client = stack.enter_context(open_client(servers.addresses(), options))
-        yield _Server(client, open_unit=RayUnits(servers, options), streams=cluster.cpus())
+        yield _Server(
+            client,
+            open_unit=RayUnits(servers, options),
+            streams=cluster.cpus(),
+            stall_s=STALL_S,
+        )
 
 
 def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
@@ -310,7 +317,7 @@ def _run_job(
 ) -> int:
     from iskander.scoring.errors import JobConflict
     from iskander.scoring.progress import open_progress
-    from iskander.scoring.runner import Interrupted, Parts, Runner, Stop
+    from iskander.scoring.runner import STALL_S, Interrupted, Parts, Runner, Stop
     from iskander.scoring.sinks import open_sink
     from iskander.scoring.sinks.errors import OutputExists
     from iskander.scoring.unit_run import UnitRun
@@ -328,7 +335,8 @@ def _run_job(
             stop=stop,
             lost=server.lost,
             open_unit=server.open_unit or UnitRun,
-        )
+        ),
+        stall_s=server.stall_s or STALL_S,
     )
     with _stopped_by_signals(stop):
         try:

@@ -32,6 +32,8 @@ from iskander.scoring.unit_run import Shared, UnitRun
 
 RETRIES: Final = 5
 """Further attempts of a unit whose node or process was lost."""
+STALL_S: Final = 4 * 3600.0
+"""Time without a finished unit after which a job fails: a task reports its rows at its end only."""
 SERVERS_S: Final = 60.0
 """Time in which one server must become ready."""
 _POLL_S: Final = 0.1
