@@ -45,8 +45,11 @@ os.environ[RUN_MARK] = RUN
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 # Hundreds of servers start: their bytecode is cached.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# The servers' cache of models is private to this run, and removed at its end.
-os.environ["XDG_CACHE_HOME"] = CACHE = tempfile.mkdtemp(prefix="isk-cache-")
+# The servers' cache of models is private to this process, and inside that of the process that
+# started the workers of pytest-xdist: it removes all of them, because a worker may be killed first.
+IS_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+PARENT_CACHE = os.environ["XDG_CACHE_HOME"] if IS_XDIST_WORKER else None
+os.environ["XDG_CACHE_HOME"] = CACHE = tempfile.mkdtemp(prefix="isk-cache-", dir=PARENT_CACHE)
 # A slow machine is no failure: examples have no deadline.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
@@ -87,8 +90,9 @@ def channel(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
-    """Remove the cache here, because workers of pytest-xdist exit without cleanup."""
-    shutil.rmtree(CACHE, ignore_errors=True)
+    """Remove the caches of all processes."""
+    if not IS_XDIST_WORKER:
+        shutil.rmtree(CACHE, ignore_errors=True)
 
 
 @pytest.fixture
