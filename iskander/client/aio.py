@@ -54,6 +54,7 @@ STREAMS_MAX = 32
 class Options(TypedDict, total=False):
     """Arguments of `Client`."""
 
+    preferred: str | None
     timeout_s: float
     token: Token
     tls: Tls | None

@@ -86,11 +86,13 @@ class Client:
 
     Args:
         address: `HOST:PORT` or `unix:PATH`, or several of them.
+        preferred: Address, also a further one, of the gateway that gets all calls while it is
+            ready, such as that of this machine. The others get them meanwhile.
         timeout_s: Timeout of each call except `score`, `stream` and `outcomes`, and of their first
             requests, for the contract and for shared memory. A slow `load` needs a longer one.
         token: Token sent with every call, or a function that returns the current one. It is called
             for each attempt of each call, on its thread, so it may be called by several at a time.
-        tls: TLS files; None: plaintext.
+        tls: TLS files; None: plaintext. Unix sockets have no TLS.
         shared_bytes: Size of each stream's shared memory, for large batches to a server on this
             machine. None: 64 MiB if the server offers it; 0: none.
         retry: Retries of `score`, `stream` and `outcomes`; `OFF` for none.
@@ -102,10 +104,11 @@ class Client:
         ConfigError: The token, the timeout, an address or a TLS file is invalid.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the first by keyword
         self,
         address: str | Sequence[str],
         *,
+        preferred: str | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
         token: Token = None,
         tls: Tls | None = None,
@@ -128,7 +131,7 @@ class Client:
                 calls=self._calls,
             )
 
-        self._targets = Targets(address, connect, is_resolved=is_resolved)
+        self._targets = Targets(address, connect, preferred=preferred, is_resolved=is_resolved)
         self._retry = retry
         self._budget = RetryBudget()
         self._timeout_s = timeout_s
@@ -174,6 +177,27 @@ class Client:
             IskanderError: It cannot be unloaded.
         """
         return self._action("unload", list, model, key="versions", version=version)
+
+    def drain(self) -> dict[str, Any]:
+        """Stop the server as SIGTERM does: it finishes accepted batches and exits.
+
+        Raises:
+            PermissionDenied: The token may not manage all models, or the server has no tokens.
+        """
+        return self._action("drain", dict)
+
+    def reload(self) -> dict[str, Any]:
+        """Apply the changed settings of the server's configuration file.
+
+        Returns:
+            `{"changed": [...], "needs_restart": [...]}`, or `{"state": "rolling"}` if the server
+            has several processes, which it replaces one by one.
+
+        Raises:
+            ConfigError: The file is invalid; nothing changed.
+            PermissionDenied: As `drain`.
+        """
+        return self._action("reload", dict)
 
     def models(self) -> list[dict[str, Any]]:
         """Return all models: served with a contract, loading, or failed to load."""

@@ -45,7 +45,7 @@ ResultT = TypeVar("ResultT")
 CALL_TIMEOUT_S = 10.0
 SHARED_BYTES = 64 << 20
 """Size of a stream's shared memory without a setting."""
-RECONNECT_MAX_MS = 1000
+RECONNECT_MAX_MS = 500
 """Maximum wait of gRPC between connection attempts; a call in between fails. Its own is 120 s."""
 KEEPALIVE_MS = 20_000
 """Time without data in an open call, after which gRPC sends a PING. It sends two at most until the
@@ -55,6 +55,7 @@ KEEPALIVE_ANSWER_MS = 10_000
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
+_UNIX = "unix:"
 _NOT_INSTALLED = (
     "no shared memory: it needs Linux and the distribution `iskander`, and `iskander-client` is "
     "installed; set `shared_bytes` to 0 or leave it out"
@@ -97,7 +98,7 @@ class Connection:
         address: The gateway.
         timeout_s: Timeout of each action.
         credentials: Tokens of the calls.
-        tls: TLS files; None: plaintext.
+        tls: TLS files; None: plaintext. A unix socket has no TLS.
         shared_bytes: Size of each stream's shared memory; 0: none; None: `SHARED_BYTES` if the
             server is on this machine and offers it.
         calls: Receives the open calls.
@@ -120,9 +121,11 @@ class Connection:
         self._credentials = credentials
         self._details = CallDetails(credentials)
         self._calls = calls
-        secrecy: dict[str, Any] = {} if tls is None else dict(tls.options())
-        if tls is not None and address.name is not None:
-            secrecy["override_hostname"] = address.name
+        secrecy: dict[str, Any] = {}
+        if tls is not None and not address.text.startswith(_UNIX):
+            secrecy = dict(tls.options())
+            if address.name is not None:
+                secrecy["override_hostname"] = address.name
         try:
             self._flight = flight.FlightClient(
                 _uri(address.text, is_tls=tls is not None),
@@ -332,12 +335,12 @@ class Connection:
 def _is_local(address: str) -> bool:
     """Whether an address is of this machine."""
     host = address.rpartition(":")[0].strip("[]")
-    return address.startswith("unix:") or host in ("127.0.0.1", "localhost", "::1")
+    return address.startswith(_UNIX) or host in ("127.0.0.1", "localhost", "::1")
 
 
 def _uri(address: str, *, is_tls: bool) -> str:
-    if address.startswith("unix:"):
-        return f"grpc+unix://{address.removeprefix('unix:')}"
+    if address.startswith(_UNIX):
+        return f"grpc+unix://{address.removeprefix(_UNIX)}"
     return f"grpc{'+tls' if is_tls else ''}://{address}"
 
 

@@ -1,9 +1,11 @@
-"""Streams that continue on another connection after a retryable failure.
+"""Streams that continue on another connection, after a failure or at a preferred gateway.
 
     caller's batches -> Window (batches without a result, in order) -> WindowFeed of one exchange
 
 A new exchange sends the batches of the window again, then new ones. A result removes its batch from
 the window before the caller gets it: nothing is returned twice or missing, and the order is kept.
+If the preferred gateway is back, an exchange takes no more batches, and the next one follows its
+last result: nothing is sent twice.
 
 Runs on: the caller's threads, and the writer thread of each exchange.
 """
@@ -20,6 +22,7 @@ import pyarrow as pa
 
 from iskander import clock
 from iskander.client.retry import Attempts, Deadline
+from iskander.client.trace_context import with_trace
 from iskander.errors import ContractError, DeadlineExceeded, IskanderError, ModelMoved
 
 Item: TypeAlias = pa.RecordBatch | tuple[pa.RecordBatch, Mapping[str, Any]]
@@ -41,6 +44,10 @@ class _Load(Protocol):
     """Outstanding rows of an exchange, for the selection of targets."""
 
     rows: int
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the exchange should end, because a better target is ready."""
 
 
 class _Unanswered(NamedTuple):
@@ -139,7 +146,7 @@ class Window:
         """Return the next batch of a call and its terms, after waiting for one.
 
         Raises:
-            StopIteration: All batches are sent.
+            StopIteration: All batches are sent, or another call is to send the next ones.
             CallEndedError: The call of this feed has ended.
             DeadlineExceeded: The stream's deadline has passed.
             BaseException: The error of the caller's iterator.
@@ -147,6 +154,8 @@ class Window:
         while True:
             with self._changed:
                 self._wait_for(feed)
+                if feed.load is not None and feed.load.is_outdated:
+                    raise StopIteration
                 if self._sent < len(self._unanswered):
                     is_again = self._sent < self._sent_max
                     unanswered = self._unanswered[self._sent]
@@ -215,6 +224,7 @@ class Window:
         else:
             self._schema = batch.schema
             self._taken += 1
+            terms = with_trace(terms)
             self._unanswered.append(_Unanswered(batch, terms, self._now_ns()))
             self._bytes += batch.nbytes
             self._rows += batch.num_rows
@@ -229,7 +239,7 @@ class WindowFeed:
     """Batches of one call, with their terms as `app_metadata`.
 
     Attributes:
-        load: Receives the rows without a result.
+        load: Receives the rows without a result, and ends the feed.
     """
 
     def __init__(self, window: Window) -> None:
@@ -271,7 +281,9 @@ def resumable(
                 while (outcome := _next_outcome(outcomes, window, schema, attempts)) is not None:
                     if outcome is _END:
                         attempts.succeed()
-                        return
+                        if window.is_complete:
+                            return
+                        break
                     if not is_checked and not isinstance(outcome, IskanderError):
                         schema = _require_same(schema, outcome.schema)
                         is_checked = True

@@ -1,9 +1,10 @@
 """Gateways of a client: selection by outstanding rows, health, and age of connections.
 
-    pick     ->  the ready target with the fewest outstanding rows
+    pick     ->  the preferred target, or the ready one with the fewest outstanding rows
     release  ->  ends its use; a target is left after a failure of its gateway
 
 A target that was left gets no calls until a probe finds it ready, unless all targets were left.
+One probe runs at a time.
 
 Runs on: the caller's threads. With several targets, a daemon thread probes those that were left.
 """
@@ -30,6 +31,8 @@ _AGE_JITTER = 0.2
 PROBE_TIMEOUT_S = 2.0
 _PROBE_FIRST_S = 0.1
 _PROBE_MAX_S = 5.0
+PREFERRED_PROBE_MAX_S = 1.0
+"""Maximum wait between two probes of the preferred target."""
 _AGAIN_S = 30.0
 """Wait after a failed lookup or a failed replacement."""
 _JOIN_S = 1.0
@@ -72,15 +75,23 @@ class Opened:
 
 
 class Target:
-    """A gateway. `left_ns` is the time of its next probe, or None while it is ready."""
+    """A gateway.
 
-    __slots__ = ("address", "left_ns", "opened", "probes")
+    Attributes:
+        is_preferred: Whether it gets all calls while it is ready.
+        left_ns: Time of its next probe, or None while it is ready.
+        probes: Probes since it was left.
+        returns: Number of times that it became ready again.
+    """
 
-    def __init__(self, address: Address, opened: Opened) -> None:
+    __slots__ = ("address", "is_preferred", "left_ns", "opened", "probes", "returns")
+
+    def __init__(self, address: Address, opened: Opened, *, is_preferred: bool = False) -> None:
         self.address = address
         self.opened = opened
+        self.is_preferred = is_preferred
         self.left_ns: int | None = None
-        self.probes = 0
+        self.probes = self.returns = 0
 
     @property
     def rows(self) -> int:
@@ -94,12 +105,18 @@ class Lease:
     As a context, it ends with the attempt. An `IskanderError` is the failure of the attempt.
     """
 
-    __slots__ = ("_end", "opened", "rows", "target")
+    __slots__ = ("_end", "_preferred", "_returns", "opened", "rows", "target")
 
     def __init__(
-        self, target: Target, rows: int, end: Callable[[Lease, IskanderError | None], None]
+        self,
+        target: Target,
+        rows: int,
+        end: Callable[[Lease, IskanderError | None], None],
+        preferred: Target | None = None,
     ) -> None:
         self._end = end
+        self._preferred = preferred
+        self._returns = 0 if preferred is None else preferred.returns
         self.target = target
         self.opened = target.opened
         self.rows = rows
@@ -120,6 +137,16 @@ class Lease:
         """The connection to use."""
         return self.opened.connection
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the preferred target became ready during the use of another one."""
+        preferred = self._preferred
+        return (
+            preferred is not None
+            and preferred is not self.target
+            and preferred.returns != self._returns
+        )
+
 
 class Targets:
     """Gateways of a client.
@@ -127,8 +154,9 @@ class Targets:
     Args:
         addresses: `HOST:PORT` or `unix:PATH`, or several of them.
         connect: Opens a connection to an address.
+        preferred: Address, listed or not, of the target that is used while it is ready.
         is_resolved: Make one target of each IP address of a host name, and look names up again
-            after `age_s`.
+            after `age_s`; not of the preferred one.
         age_s: Age at which connections are replaced, less a random part of up to a fifth.
         now_ns: Clock.
         look_up: `socket.getaddrinfo`.
@@ -143,12 +171,13 @@ class Targets:
         addresses: str | Sequence[str],
         connect: Callable[[Address], Connection],
         *,
+        preferred: str | None = None,
         is_resolved: bool = False,
         age_s: float = AGE_S,
         now_ns: Callable[[], int] = clock.now_ns,
         look_up: Callable[..., Iterable[Any]] = socket.getaddrinfo,
     ) -> None:
-        texts = _require_addresses(addresses)
+        texts = _require_addresses(addresses, preferred)
         self._connect = connect
         self._age_s = age_s
         self._now_ns = now_ns
@@ -156,11 +185,17 @@ class Targets:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._names = [text for text in texts if is_resolved and _is_name(text)]
+        self._names = [
+            text for text in texts if is_resolved and text != preferred and _is_name(text)
+        ]
         fixed = [Address(text) for text in texts if text not in self._names]
         self._fixed = tuple(dict.fromkeys(fixed))
         self._lookup_ns: int | None = None
-        self._targets = [self._open(address) for address in self._addresses()]
+        self._preferred: Target | None = None
+        if preferred is not None:
+            address = Address(preferred)
+            self._preferred = Target(address, self._opened(address), is_preferred=True)
+        self._targets = [self._target(address) for address in self._addresses()]
         if self._names:
             self._lookup_ns = now_ns() + _ns(age_s)
             with self._changed:
@@ -176,7 +211,7 @@ class Targets:
         avoid: Target | None = None,
         end: Callable[[Lease, IskanderError | None], None] | None = None,
     ) -> Lease:
-        """Lease the ready target with the fewest outstanding rows.
+        """Lease the preferred target, or the ready one with the fewest outstanding rows.
 
         Args:
             rows: Rows of the call.
@@ -184,12 +219,12 @@ class Targets:
             end: Ends the lease as a context, instead of `release`.
         """
         targets = self._targets
-        target = targets[0] if len(targets) == 1 else _least_loaded(targets, avoid)
+        target = targets[0] if len(targets) == 1 else choose(targets, avoid)
         retired = None
         with self._changed:
             if self._now_ns() >= target.opened.expires_ns and not self._is_closed:
                 retired = self._replace(target)
-            lease = Lease(target, rows, end or self.release)
+            lease = Lease(target, rows, end or self.release, self._preferred)
             lease.opened.leases.add(lease)
         if retired is not None:
             self._retire(retired)
@@ -198,7 +233,9 @@ class Targets:
     def release(self, lease: Lease, error: BaseException | None = None) -> None:
         """End a lease; `error` is the failure of its attempt."""
         opened, target = lease.opened, lease.target
-        is_failure = error is not None and is_gateway_failure(error)
+        is_failure = error is not None and (
+            is_gateway_failure(error) or (target.is_preferred and isinstance(error, NotReady))
+        )
         with self._changed:
             opened.leases.discard(lease)
             is_unused = opened.is_retired and not opened.leases
@@ -222,7 +259,7 @@ class Targets:
             thread.join(_JOIN_S)
 
     def tend(self) -> float | None:
-        """Probe the targets that were left, and look names up, each if it is due.
+        """Look names up, and probe one target that was left, each if it is due.
 
         Returns:
             Seconds until more is due; None: nothing is.
@@ -233,9 +270,9 @@ class Targets:
             with contextlib.suppress(NotReady, ConfigError):
                 self._update(self._addresses())
                 self._lookup_ns = self._now_ns() + _ns(self._age_s)
-        for target in self._targets:
-            if target.left_ns is not None and self._now_ns() >= target.left_ns:
-                self._probe(target)
+        target = due(self._targets, self._now_ns())
+        if target is not None:
+            self._probe(target)
         return self._wait_s()
 
     def _probe(self, target: Target) -> None:
@@ -247,9 +284,11 @@ class Targets:
         with contextlib.suppress(Exception):
             is_ready = bool(lease.connection.health(PROBE_TIMEOUT_S)["ready"])
         target.probes += 1
-        wait_s = min(_PROBE_FIRST_S * 2.0**target.probes, _PROBE_MAX_S)
+        wait_max_s = PREFERRED_PROBE_MAX_S if target.is_preferred else _PROBE_MAX_S
+        wait_s = min(_PROBE_FIRST_S * 2.0**target.probes, wait_max_s)
         due_ns = self._now_ns() + _ns(wait_s * random.uniform(0.8, 1.2))
         target.left_ns = None if is_ready else due_ns
+        target.returns += is_ready
         self.release(lease)
 
     def _replace(self, target: Target) -> Opened | None:
@@ -265,7 +304,7 @@ class Targets:
     def _update(self, addresses: Sequence[Address]) -> None:
         """Add new targets, and retire those that are not listed any more."""
         known = {target.address: target for target in self._targets}
-        targets = [known.get(each) or self._open(each) for each in addresses]
+        targets = [known.get(each) or self._target(each) for each in addresses]
         with self._changed:
             self._targets = targets
         for address in known.keys() - set(addresses):
@@ -279,7 +318,10 @@ class Targets:
         if is_unused:
             opened.connection.close()
 
-    def _open(self, address: Address) -> Target:
+    def _target(self, address: Address) -> Target:
+        """Return a new target, or the preferred one."""
+        if self._preferred is not None and self._preferred.address == address:
+            return self._preferred
         return Target(address, self._opened(address))
 
     def _opened(self, address: Address) -> Opened:
@@ -344,9 +386,27 @@ class Route:
     def _end(self, lease: Lease, error: IskanderError | None) -> None:
         if error is not None and self._is_callers is not None and self._is_callers(error):
             error = None
-        if error is not None:
-            self._avoid = lease.target
+        self._avoid = None if error is None else lease.target
         self._targets.release(lease, error)
+
+
+def choose(targets: Sequence[Target], avoid: Target | None = None) -> Target:
+    """Return the target of a call.
+
+    It is ready if one is, and not `avoid` if there is another one. Of the rest, it is the preferred
+    one, or else the one with the fewest outstanding rows.
+    """
+    wanted = [target for target in targets if target.left_ns is None] or targets
+    others = [target for target in wanted if target is not avoid]
+    return min(
+        others or wanted, key=lambda each: (not each.is_preferred, each.rows, random.random())
+    )
+
+
+def due(targets: Sequence[Target], now_ns: int) -> Target | None:
+    """Return the target to probe now: the preferred one first, so that others do not delay it."""
+    waiting = [each for each in targets if each.left_ns is not None and each.left_ns <= now_ns]
+    return min(waiting, key=lambda each: (not each.is_preferred, each.left_ns or 0), default=None)
 
 
 def resolve(text: str, look_up: Callable[..., Iterable[Any]]) -> list[Address]:
@@ -364,8 +424,8 @@ def resolve(text: str, look_up: Callable[..., Iterable[Any]]) -> list[Address]:
     return [Address(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}", host) for ip in hosts]
 
 
-def _require_addresses(addresses: object) -> list[str]:
-    """Return the addresses of a client.
+def _require_addresses(addresses: object, preferred: object) -> list[str]:
+    """Return the addresses of a client, the preferred one included.
 
     Raises:
         ConfigError: There is none, or one is invalid.
@@ -373,6 +433,8 @@ def _require_addresses(addresses: object) -> list[str]:
     if isinstance(addresses, bytes) or not isinstance(addresses, str | Iterable):
         raise ConfigError(f"invalid address {addresses!r}: expected HOST:PORT or unix:PATH")
     texts = [addresses] if isinstance(addresses, str) else list(addresses)
+    if preferred is not None:
+        texts.append(preferred)
     if not texts:
         raise ConfigError("a client has no address; the minimum is one")
     for text in texts:
@@ -392,14 +454,6 @@ def _is_name(text: str) -> bool:
     except ValueError:
         return True
     return False
-
-
-def _least_loaded(targets: Sequence[Target], avoid: Target | None) -> Target:
-    """Return the target with the fewest rows: ready if possible, not `avoid` if possible."""
-    ready = [target for target in targets if target.left_ns is None]
-    wanted = ready or targets
-    others = [target for target in wanted if target is not avoid]
-    return min(others or wanted, key=lambda target: (target.rows, random.random()))
 
 
 def _ns(seconds: float) -> int:

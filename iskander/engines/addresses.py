@@ -1,25 +1,37 @@
 """Addresses of servers, as seen from one node.
 
-Runs in: drivers and processes of engines. Pure.
+Runs in: drivers and processes of engines.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from iskander.client import Client
+from iskander.errors import NotReady
 
 
 class Addresses(NamedTuple):
-    """Addresses of servers that are ready.
+    """Addresses of servers, ready or not.
 
     Attributes:
-        preferred: Address of the server that a client prefers; empty: none is ready.
+        preferred: Address of the server that a client prefers; None: no preference.
         others: Those of the others.
-        is_expected: Whether there will be a preferred one, if there is none.
     """
 
-    preferred: str
+    preferred: str | None
     others: tuple[str, ...]
-    is_expected: bool = False
+
+    def open(self, options: Mapping[str, Any]) -> Client:
+        """Open a client of them.
+
+        Raises:
+            NotReady: There is none.
+        """
+        if self.preferred is None and not self.others:
+            raise NotReady("no server is known")
+        return Client(self.others, preferred=self.preferred, **options)
 
 
 class Servers(Protocol):

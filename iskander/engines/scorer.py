@@ -5,19 +5,23 @@ Runs in: actors of Ray Data and Python workers of Spark; several threads call th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import pyarrow as pa
 
+from iskander import clock
 from iskander.client import Client
+from iskander.client.retry import is_gateway_failure, is_retryable
 from iskander.engines.addresses import Servers
 from iskander.engines.columns import Columns, joined
-from iskander.engines.preferred import PreferredClient
 from iskander.errors import IskanderError
 from iskander.scoring.rows import ErrorBudget, RowPolicy
 
+PAUSE_S: Final = 0.2
+"""Pause after a call that no server answered, with all its retries."""
 TTL_MS: Final = 3_600_000
 """Time in the queue: the server's default is for interactive calls."""
 
@@ -33,7 +37,7 @@ class ScoreSpec:
         servers: Source of addresses.
         client: Options of the clients.
         on_error: `fail` or `null`.
-        timeout_s: Timeout of a batch at one server.
+        timeout_s: Timeout of a call with a batch, retries included.
         wait_s: Time for which a batch waits while no server is available.
     """
 
@@ -57,7 +61,9 @@ class Scorer:
     def __init__(self, spec: ScoreSpec) -> None:
         self._spec = spec
         self._policy = RowPolicy(spec.on_error, spec.columns.results, ErrorBudget())
-        self._client = PreferredClient(spec.servers.look_up, self._open, wait_s=spec.wait_s)
+        self._lock = threading.Lock()
+        self._addresses = spec.servers.look_up()
+        self._client = self._addresses.open(spec.client)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Score a table.
@@ -83,8 +89,39 @@ class Scorer:
         return joined(plan, kept, results)
 
     def _score(self, sent: Any) -> Any:  # noqa: ANN401
+        """Score with any server, for as long as a batch waits for one."""
+        end_ns: int | None = None
+        while True:
+            client = self._client
+            try:
+                return self._call(client, sent)
+            except IskanderError as error:
+                if client is not self._client:
+                    continue  # Another thread has replaced it, and so ended the call.
+                if not is_retryable(error) and not is_gateway_failure(error):
+                    raise
+                now_ns = clock.now_ns()
+                end_ns = end_ns or now_ns + int(self._spec.wait_s * clock.NS_PER_S)
+                if now_ns >= end_ns:
+                    error.add_note(f"no server scored the batch within {self._spec.wait_s:g} s")
+                    raise
+            clock.pause_s(PAUSE_S)
+            self._look_up_after(client)
+
+    def _look_up_after(self, failed: Client) -> None:
+        """Replace the client whose call has failed, if the addresses have changed."""
+        with self._lock:
+            if failed is not self._client:
+                return
+            addresses = self._spec.servers.look_up()
+            if any(addresses) and addresses != self._addresses:
+                self._client = addresses.open(self._spec.client)
+                self._addresses = addresses
+                failed.close()
+
+    def _call(self, client: Client, sent: Any) -> Any:  # noqa: ANN401
         spec = self._spec
-        return self._client.score(
+        return client.score(
             spec.columns.model,
             sent,
             version=spec.version,
@@ -96,13 +133,3 @@ class Scorer:
     def _score_batch(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         result: pa.RecordBatch = self._score(batch)
         return result
-
-    def _open(self, addresses: Sequence[str]) -> Client:
-        return open_client(addresses, self._spec.client)
-
-
-def open_client(addresses: Sequence[str], options: Mapping[str, Any]) -> Client:
-    """Open a client; without TLS on a unix socket, which has none."""
-    if all(address.startswith("unix:") for address in addresses):
-        options = {name: value for name, value in options.items() if name != "tls"}
-    return Client(addresses, **options)

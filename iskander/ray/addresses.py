@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from iskander.engines.addresses import Addresses
 from iskander.errors import ConfigError
 from iskander.ray import cluster
+from iskander.ray.node_server import local_socket
 
 STATUS_S: Final = 3.0
 """Time for the actors of a fleet to answer; a restarting one does not."""
@@ -36,11 +36,11 @@ class FixedServers:
 
     def look_up(self) -> Addresses:
         """Return the addresses for this node."""
-        own = self.by_node.get(cluster.own_node_id(), "")
-        if not own and self.unplaced:
+        own = self.by_node.get(cluster.own_node_id())
+        if own is None and self.unplaced:
             host = cluster.own_host()
             here = (each for each in self.unplaced if each.rpartition(":")[0].strip("[]") == host)
-            own = next(here, "")
+            own = next(here, None)
         return Addresses(own, tuple(each for each in self.addresses() if each != own))
 
 
@@ -61,13 +61,19 @@ class FleetServers:
         return tuple(self.by_node.values())
 
     def look_up(self) -> Addresses:
-        """Ask the actors for the addresses of servers that are ready."""
+        """Return the addresses of all servers; those that are not ready have their last one.
+
+        That of the own node is its unix socket, which has shared memory, unless this process cannot
+        see it.
+        """
         actors = cluster.named_actors(self.prefix)
-        statuses = ready_statuses(actors)
+        ready = {key: str(each["address"]) for key, each in ready_statuses(actors).items()}
+        known = {key: each for key, each in {**self.by_node, **ready}.items() if key in actors}
         node_id = cluster.own_node_id()
-        own = statuses.pop(node_id, None)
-        others = tuple(status["address"] for status in statuses.values())
-        return Addresses("" if own is None else _nearest(own), others, node_id in actors)
+        own = known.pop(node_id, None)
+        if (socket := local_socket(f"{self.prefix}{node_id}")).is_symlink():
+            own = f"unix:{socket}"
+        return Addresses(own, tuple(known.values()))
 
 
 def ready_statuses(actors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -78,12 +84,6 @@ def ready_statuses(actors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         for node_id, result in results.items()
         if isinstance(result, dict) and result["is_ready"]
     }
-
-
-def _nearest(status: Mapping[str, Any]) -> str:
-    """The unix socket, which has shared memory, unless this process cannot see it."""
-    local = str(status["local"])
-    return local if Path(local.removeprefix("unix:")).exists() else str(status["address"])
 
 
 def fixed_servers(target: str | Sequence[str] | Mapping[str, str]) -> FixedServers:

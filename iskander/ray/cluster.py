@@ -7,6 +7,7 @@ Runs in: drivers and actors of Ray.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -208,7 +209,13 @@ def put(value: object) -> Any:  # noqa: ANN401
 
 def start_task(function: Callable[..., Any], *arguments: object, retries: int) -> Any:  # noqa: ANN401
     """Start a task that reserves one CPU; Ray runs it again if its node or process is lost."""
-    return ray().remote(function).options(num_cpus=1, max_retries=retries).remote(*arguments)
+    return _remote(function).options(num_cpus=1, max_retries=retries).remote(*arguments)
+
+
+@functools.cache
+def _remote(function: Callable[..., Any]) -> Any:  # noqa: ANN401
+    """Return a function for tasks; each `remote` of Ray sends it to the cluster once more."""
+    return ray().remote(function)
 
 
 def is_done(task: Any, *, within_s: float) -> bool:  # noqa: ANN401

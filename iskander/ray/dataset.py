@@ -12,9 +12,10 @@ from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
+from iskander.client import Client
 from iskander.engines.addresses import Servers
 from iskander.engines.columns import plan_columns
-from iskander.engines.scorer import Scorer, ScoreSpec, open_client
+from iskander.engines.scorer import Scorer, ScoreSpec
 from iskander.errors import ConfigError
 from iskander.ray import cluster
 from iskander.ray.addresses import fixed_servers
@@ -67,7 +68,7 @@ def score(  # noqa: PLR0913 - options of one job, all by keyword
         num_cpus: CPUs that Ray reserves for each actor. A fraction of a CPU on every node leaves
             no whole one for other tasks.
         on_error: `fail`, or `null` for null results of the rows that the model rejects.
-        timeout_s: Timeout of a batch at one server, retries included.
+        timeout_s: Timeout of a batch, retries included.
         wait_s: Time for which a batch waits while no server is available.
         client: Options of `iskander.client.Client`, such as `token`.
 
@@ -82,7 +83,7 @@ def score(  # noqa: PLR0913 - options of one job, all by keyword
     _require_options(data, dataset, on_error, batch_rows=batch_rows, block_rows=block_rows)
     servers, options = _servers(target, client or {})
     pool = _pool(data, concurrency, len(servers.addresses()))
-    with open_client(servers.addresses(), options) as opened:
+    with Client(servers.addresses(), **options) as opened:
         description = opened.model(model, version=version).description
     schema, names = _known_columns(dataset)
     spec = ScoreSpec(

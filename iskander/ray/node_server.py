@@ -4,6 +4,7 @@
     (restarts the actor)     (restarts the gateway)
 
 The gateway listens on a unix socket for the actors of its node, and on a TCP port for the others.
+A symbolic link leads to the socket, so that its address stays while actors and gateways change.
 The kernel ends it with the actor's process, also after SIGKILL. A new gateway of the same node
 takes the same port if it is free.
 
@@ -12,6 +13,9 @@ Runs in: an actor of Ray; one thread beside its calls. Does not use Ray.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import os
 import socket
 import threading
@@ -21,12 +25,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from iskander.errors import ConfigError, IskanderError, NotReady
-from iskander.scoring.server import PrivateServer, prepared_server
+from iskander.scoring.server import PrivateServer, prepared_server, temporary_folder
 
 PORT_FIRST: Final = 20_000
 PORTS: Final = 8_000
 """Ports below those that the system gives out, and above those of Ray's workers."""
 PORTS_TRIED: Final = 50
+LINK: Final = "isk-node-"
+"""Start of the names of links to sockets, in the folder for temporary files."""
+LINKS_MAX: Final = 100
+"""Links that are looked at when a server is ready."""
 STOP_S: Final = 25.0
 BACKOFF_FIRST_S: Final = 0.5
 BACKOFF_MAX_S: Final = 30.0
@@ -79,15 +87,14 @@ class NodeServer:
         """Return the state of the gateway.
 
         Returns:
-            `is_ready`; `address` for other nodes and `local` for this one; `pid` of the gateway and
-            of its `actor`; `starts`; `failures` in a row; `error` of the last failure in a row,
-            as `IskanderError.to_wire`.
+            `is_ready`; `address` for other nodes; `pid` of the gateway and of its `actor`;
+            `starts`; `failures` in a row; `error` of the last failure in a row, as
+            `IskanderError.to_wire`.
         """
         server, error = self._server, self._error
         return {
             "is_ready": server is not None and server.is_ready(),
             "address": self._address,
-            "local": "" if server is None else server.address,
             "pid": None if server is None else server.pid,
             "actor": os.getpid(),
             "starts": self._starts + (0 if server is None else server.starts),
@@ -102,6 +109,7 @@ class NodeServer:
         if server is not None:
             server.stop()
         self._thread.join(STOP_S)
+        local_socket(self._key).unlink(missing_ok=True)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -135,6 +143,7 @@ class NodeServer:
                 if self._stopped.is_set():
                     return
                 server.start()
+                _link(local_socket(self._key), Path(server.address.removeprefix("unix:")))
                 self._failures, self._error = 0, None
                 while not self._stopped.wait(_POLL_S):
                     lost = server.lost()
@@ -154,6 +163,24 @@ class NodeServer:
             f"no port is free on {self._host}; {PORTS_TRIED} of {PORT_FIRST} to "
             f"{PORT_FIRST + PORTS - 1} were tried"
         )
+
+
+def local_socket(key: str) -> Path:
+    """Return the path of a server's socket for processes of its node."""
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return temporary_folder() / f"{LINK}{digest}"
+
+
+def _link(path: Path, socket_path: Path) -> None:
+    """Let a path lead to a socket; delete the paths of servers that were killed."""
+    for each in itertools.islice(path.parent.glob(f"{LINK}*"), LINKS_MAX):
+        if not each.exists():
+            with contextlib.suppress(OSError):  # Of another user, or deleted in the meantime.
+                each.unlink()
+    new = path.with_suffix(f".{os.getpid()}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(socket_path)
+    new.replace(path)
 
 
 def ports(key: str) -> Iterator[int]:

@@ -4,19 +4,23 @@ A task reads a unit, scores it on the server of its own node, and writes the res
 folder of the output, so that all nodes need the storage of the input and the output. The journal
 and the commit stay with the command. Ray runs the task of a lost node again on another one.
 
+Ray uses a process for one task after another, and so for the units of a job: the process keeps its
+client, with its connection and its shared memory.
+
 Runs in: the operator's tool; `_run` in processes of Ray.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from iskander import clock
-from iskander.engines.addresses import Servers
-from iskander.engines.scorer import open_client
+from iskander.client import Client
+from iskander.engines.addresses import Addresses, Servers
 from iskander.errors import Cancelled, IskanderError, NotReady
 from iskander.ray import cluster
 from iskander.scoring.job import Job
@@ -35,7 +39,7 @@ RETRIES: Final = 5
 STALL_S: Final = 4 * 3600.0
 """Time without a finished unit after which a job fails: a task reports its rows at its end only."""
 SERVERS_S: Final = 60.0
-"""Time in which one server must become ready."""
+"""Time in which one server must be known."""
 _POLL_S: Final = 0.1
 
 
@@ -43,6 +47,7 @@ _POLL_S: Final = 0.1
 class _Work:
     """What the tasks of a job have in common; Ray keeps it once on each node."""
 
+    key: str
     job: Job
     planned: Planned
     source: Source
@@ -79,6 +84,7 @@ class RayUnits:
             if self._work is None:
                 self._work = cluster.put(
                     _Work(
+                        key=uuid.uuid4().hex,
                         job=shared.job,
                         planned=shared.planned,
                         source=shared.source,
@@ -125,41 +131,49 @@ class RemoteUnit:
         self._is_cancelled.set()
 
 
+_opened: Final[dict[str, Client]] = {}
+"""Client of this process by the key of its job; there is one at most."""
+
+
 def _run(work: _Work, unit: Unit) -> _Result | IskanderError:
     """Run a unit in a process of Ray; its errors are values, because Ray changes their types."""
     counters = Counters()
     try:
-        with open_client(_nearest(work.servers), work.options) as client:
-            shared = Shared(
-                job=work.job,
-                planned=work.planned,
-                source=work.source,
-                stager=work.stager,
-                client=client,
-                counters=counters,
-                budget=work.budget,
-                quarantine=work.quarantine,
-                on_rows=lambda rows: None,
-            )
-            staged, finished = UnitRun(shared, unit).run()
+        shared = Shared(
+            job=work.job,
+            planned=work.planned,
+            source=work.source,
+            stager=work.stager,
+            client=_client(work),
+            counters=counters,
+            budget=work.budget,
+            quarantine=work.quarantine,
+            on_rows=lambda rows: None,
+        )
+        staged, finished = UnitRun(shared, unit).run()
     except IskanderError as error:
         return error
     return _Result(staged=staged, finished=finished, times=counters.times())
 
 
-def _nearest(servers: Servers) -> Sequence[str]:
-    """Return the server of this node, or all others; wait for servers that are starting.
+def _client(work: _Work) -> Client:
+    """Return the client of this process, which runs one task at a time."""
+    if work.key not in _opened:
+        while _opened:
+            _opened.popitem()[1].close()
+        _opened[work.key] = _known(work.servers).open(work.options)
+    return _opened[work.key]
+
+
+def _known(servers: Servers) -> Addresses:
+    """Return the addresses of servers, after waiting for one.
 
     Raises:
-        NotReady: None is ready in time.
+        NotReady: None is known in time.
     """
     deadline_ns = clock.now_ns() + int(SERVERS_S * clock.NS_PER_S)
-    while True:
-        addresses = servers.look_up()
-        if addresses.preferred:
-            return (addresses.preferred,)
-        if addresses.others:
-            return addresses.others
+    while not any(addresses := servers.look_up()):
         if clock.now_ns() > deadline_ns:
-            raise NotReady(f"no server of the cluster is ready after {SERVERS_S:g} s")
+            raise NotReady(f"no server of the cluster is known after {SERVERS_S:g} s")
         clock.pause_s(_POLL_S)
+    return addresses

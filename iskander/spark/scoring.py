@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from iskander.client import ModelDescription, Retry, Tls
+from iskander.client import Client, ModelDescription, Retry, Tls
 from iskander.client.client import DEFAULT_RETRY
 from iskander.client.credentials import Token
 from iskander.client.retry import require_seconds
 from iskander.engines.columns import plan_columns
-from iskander.engines.scorer import ScoreSpec, open_client
+from iskander.engines.scorer import ScoreSpec
 from iskander.errors import ConfigError, ContractError
 from iskander.spark.schemas import arrow_type, as_batches, spark_fields, spark_results
 from iskander.spark.servers import node_servers
@@ -150,7 +150,7 @@ def scorer(  # noqa: PLR0913 - options of one job, all by keyword
             `SPARK_LOCAL_HOSTNAME`, `SPARK_LOCAL_IP` or 127.0.0.1.
         batch_rows: Maximum rows of a call; larger batches of Spark are cut.
         on_error: `fail`, or `null` for null results of the rows that the model rejects.
-        timeout_s: Timeout of a batch at one server, retries included.
+        timeout_s: Timeout of a batch, retries included.
         wait_s: Time for which a batch waits while no server is available.
         token: Token of all calls, or a function that returns it, which runs on the executors.
         tls: TLS files, at the same paths on the driver and on each executor.
@@ -170,8 +170,8 @@ def scorer(  # noqa: PLR0913 - options of one job, all by keyword
     for name, seconds in (("timeout_s", timeout_s), ("wait_s", wait_s)):
         require_seconds(seconds, name)
     servers = node_servers(target, preferred)
-    options = {"token": token, "tls": tls, "retry": retry}
-    with open_client(servers.addresses(), options) as client:
+    options: dict[str, Any] = {"token": token, "tls": tls, "retry": retry}
+    with Client(servers.addresses(), **options) as client:
         description = client.model(model, version=version).description
     if description.ranked_within:
         raise ContractError(

@@ -44,7 +44,7 @@ class NodeServers:
         """Return the addresses for this executor."""
         own = self.preferred
         if own is None:
-            return Addresses("", self.target)
+            return Addresses(None, self.target)
         if isinstance(own, int):
             own = f"{_own_host()}:{own}"
         return Addresses(own, tuple(each for each in self.target if each != own))

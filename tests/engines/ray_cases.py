@@ -21,7 +21,6 @@ from support.processes import eventually, render_config
 
 from iskander import clock
 from iskander.client import Client
-from iskander.engines.preferred import PreferredClient
 from iskander.errors import ConfigError, ContractError, ModelNotFound, NotReady, Unauthenticated
 from iskander.ray import Fleet, addresses, cluster, score
 
@@ -136,12 +135,13 @@ def test_errors_before_anything_runs(fleet: Fleet, parquet: Path) -> None:
 def test_killed_server_is_started_again_and_used(fleet: Fleet) -> None:
     """SIGKILL of the gateway, which its actor replaces, then of the actor, which Ray replaces."""
     own = ray.get_runtime_context().get_node_id()
-    servers = fleet.servers()
-    client = PreferredClient(servers.look_up, Client, wait_s=WITHIN_S, probe_s=0.2)
+    found = fleet.servers().look_up()
+    assert found.preferred is not None and found.preferred.startswith("unix:")
+    assert len(found.others) == NODES - 1
+    client = found.open({})
     batch = pa.record_batch({"x": [1, 2]})
     for victim in ("pid", "actor"):
         before = statuses(fleet)[own]
-        assert before["local"].startswith("unix:")
         os.kill(before[victim], signal.SIGKILL)
         # Another server scores while this one is away.
         assert client.score("ids", batch)["y"].to_pylist() == [4, 7]
@@ -161,6 +161,7 @@ def test_killed_server_is_started_again_and_used(fleet: Fleet) -> None:
             return batches_run(address) > batches
 
         eventually(is_used, WITHIN_S, "the use of the new server")
+    client.close()
 
 
 def test_node_killed_in_the_middle(fleet: Fleet, nodes: Cluster, parquet: Path) -> None:

@@ -1,7 +1,8 @@
 """A Ray cluster of three nodes on this machine, servers on its nodes, and scored datasets.
 
-The tests are in `ray_cases.py` and `ray_score_cases.py`. They run in a network namespace of their
-own, where Ray uses the loopback address for all nodes, as root or in a user namespace.
+The tests are in `ray_cases.py`, `ray_score_cases.py`, `ray_page_cases.py` and `ray_serve_cases.py`.
+They run in a network namespace of their own, where Ray uses the loopback address for all nodes, as
+root or in a user namespace.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ HERE = Path(__file__).resolve().parent
 WITHIN_S = 600.0
 
 
-@pytest.mark.parametrize("cases", ["ray_cases.py", "ray_score_cases.py"])
+@pytest.mark.parametrize(
+    "cases", ["ray_cases.py", "ray_score_cases.py", "ray_page_cases.py", "ray_serve_cases.py"]
+)
 def test_cases_in_a_network_of_their_own(cases: str, tmp_path: Path) -> None:
     """All cases pass, and nothing of the servers is left."""
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "default"]

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from support import models
 from support.processes import Gateway, running
+from support.scaling_page import block
 
 from iskander import spark
 from iskander.client import Client, Retry
@@ -59,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path) -> list[dict[str, Any]]:
     models.row_ids(folder / "ids")
-    return [{"name": "ids", "path": str(folder / "ids")}]
+    return [{"name": name, "path": str(folder / "ids")} for name in ("ids", "fraud")]
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,17 @@ def test_batch_job(numbers: Any, gateways: list[Gateway]) -> None:
     assert (row.label, row.y) == ("row 199999", 600_000 - 2)
     assert all(batches_run(address) > 0 for address in addresses(gateways))
     assert scored.limit(3).count() == 3
+
+
+def test_block_of_the_page(session: Any, gateways: list[Gateway]) -> None:
+    own, other = addresses(gateways)
+    port = f"preferred={own.rpartition(':')[2]}"
+    names = {"df": session.range(1000).selectExpr("id", "id AS x")}
+    addressed = {"node1:8815": own, "node2:8815": other, "preferred=8815": port}
+    exec(compile(block("Spark", addressed), "page", "exec"), names)
+    scored: Any = names["scored"]
+    rows = sorted((row.id, row.y) for row in scored.collect())
+    assert rows == [(x, 3 * x + 1) for x in range(1000)]
 
 
 def test_schema_as_ddl(numbers: Any, gateways: list[Gateway]) -> None:

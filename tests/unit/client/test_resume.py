@@ -455,7 +455,7 @@ def test_window_limits_the_batches_without_a_result(options: dict[str, Any], exp
 
 def test_window_reports_its_rows_to_the_current_exchange() -> None:
     class Load:
-        rows = -1
+        rows, is_outdated = -1, False
 
     window, load = window_of(map(batch, range(3))), Load()
     feed = window.restart()
@@ -464,6 +464,38 @@ def test_window_reports_its_rows_to_the_current_exchange() -> None:
     assert load.rows == window.rows == 2
     window.acknowledge()
     assert load.rows == 1
+
+
+class Outdated:
+    """Use of a target that is outdated after a number of checks."""
+
+    def __init__(self, checks: int) -> None:
+        self.rows, self._checks = 0, checks
+
+    @property
+    def is_outdated(self) -> bool:
+        self._checks -= 1
+        return self._checks < 0
+
+
+@pytest.mark.parametrize("retry", [AT_ONCE, OFF], ids=["retried", "not retried"])
+@pytest.mark.parametrize("checks", [0, 2, 8])
+def test_stream_moves_to_a_better_target_without_sending_a_batch_twice(
+    checks: int, retry: Retry
+) -> None:
+    script, window = Script(), window_of(map(batch, range(10)))
+    uses: list[Outdated] = []
+
+    def connect(feed: WindowFeed) -> Iterator[Outcome]:
+        uses.append(Outdated(100 if uses else checks))
+        feed.load = uses[-1]
+        yield from script.connect(feed)
+
+    attempts = Attempts(retry, RetryBudget(), Deadline(None))
+    assert numbers(resumable(connect, window, attempts)) == list(range(10))
+    first, rest = script.sent
+    assert first + rest == list(range(10))
+    assert len(first) == checks // 2  # It is asked before and after it takes a batch.
 
 
 def test_batches_are_sent_again_while_the_feed_blocks() -> None:

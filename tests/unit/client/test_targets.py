@@ -1,4 +1,4 @@
-"""Targets: selection, failures, probes, replacement by age, and host names."""
+"""Targets: selection, preference, failures, probes, replacement by age, and host names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from iskander.client import targets as module
-from iskander.client.targets import Address, Lease, Route, Targets
+from iskander.client.targets import Address, Lease, Opened, Route, Target, Targets, choose, due
 from iskander.clock import NS_PER_S
 from iskander.errors import (
     ConfigError,
@@ -196,6 +196,114 @@ def test_only_target_is_never_left(world: World) -> None:
     assert address_of(targets.pick()) == "a:1"
 
 
+def target_of(text: str, *, rows: int, left_ns: int | None = None) -> Target:
+    opened = Opened(None, 0)
+    target = Target(Address(text), opened, is_preferred=text == "own:1")
+    target.left_ns = left_ns
+    opened.leases.add(Lease(target, rows, lambda *_: None))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("own", "b", "c", "avoid", "expected"),
+    [
+        ((900, None), (0, None), (0, None), None, "own:1"),
+        ((900, None), (2, None), (1, None), "own:1", "c:1"),
+        ((0, 5), (2, None), (1, None), None, "c:1"),
+        ((0, 5), (2, None), (1, None), "c:1", "b:1"),
+        ((0, 5), (2, None), (1, 5), "b:1", "b:1"),
+        ((900, None), (0, 5), (0, 5), "own:1", "own:1"),
+        ((900, 5), (0, 5), (0, 5), None, "own:1"),
+        ((900, 5), (1, 5), (0, 5), "own:1", "c:1"),
+    ],
+)
+def test_choice_of_a_target(
+    own: tuple[int, int | None],
+    b: tuple[int, int | None],
+    c: tuple[int, int | None],
+    avoid: str | None,
+    expected: str,
+) -> None:
+    """Each target has outstanding rows, and a time if it was left."""
+    given = {"own:1": own, "b:1": b, "c:1": c}
+    targets = [target_of(text, rows=rows, left_ns=ns) for text, (rows, ns) in given.items()]
+    avoided = next((each for each in targets if each.address.text == avoid), None)
+    assert choose(targets, avoided).address.text == expected
+
+
+def test_preferred_target_is_probed_before_others() -> None:
+    targets = [target_of(text, rows=0, left_ns=ns) for text, ns in (("b:1", 0), ("own:1", 9))]
+    targets.append(target_of("c:1", rows=0))
+    assert due(targets, 8) is targets[0]
+    assert due(targets, 9) is targets[1]
+    assert due(targets[2:], 9) is None
+
+
+def test_preferred_target_gets_all_calls_until_it_is_left_and_again_when_it_is_ready(
+    world: World,
+) -> None:
+    targets = world.targets("b:1", "c:1", preferred="own:1")
+    assert counts(targets, 1000, 20) == {"own:1": 20}
+    lease = targets.pick()
+    world.script["own:1"] += [False] * 20 + [True]
+    targets.release(lease, BROKEN)
+    assert counts(targets, 1, 20) == {"b:1": 10, "c:1": 10}
+    other = targets.pick(1)
+    waits = []
+    while (wait_s := targets.tend()) is not None:
+        waits.append(wait_s)
+        assert not other.is_outdated
+        world.advance(wait_s)
+    assert lease.connection.probes == 21
+    assert max(waits) <= 1.2 and sum(waits) >= 17 * 0.8
+    assert counts(targets, 1, 20) == {"own:1": 20}
+    # A stream that was opened meanwhile has a better target now, and no other lease has.
+    assert other.is_outdated
+    assert not lease.is_outdated
+    assert not targets.pick().is_outdated
+    assert not targets.pick(avoid=lease.target).is_outdated
+
+
+def test_preferred_target_without_the_model_is_left(world: World) -> None:
+    targets = world.targets("b:1", preferred="own:1")
+    targets.release(targets.pick(), NotReady("x"))
+    assert counts(targets, 1, 5) == {"b:1": 5}
+
+
+def test_overload_of_the_preferred_target_moves_one_attempt_only(world: World) -> None:
+    targets = world.targets("b:1", preferred="own:1")
+    route = Route(targets)
+    assert address_of(fail(route, QueueFull("x"))) == "own:1"
+    with route.attempt(1) as second:
+        assert address_of(second) == "b:1"
+    assert counts(targets, 1, 5) == {"own:1": 5}
+    assert targets.tend() is None
+
+
+def test_preferred_target_may_be_one_of_the_addresses_or_the_only_one(world: World) -> None:
+    world.names["node.test"] = ["10.0.0.1"]
+    for given in (["10.0.0.9:1", "node.test:1"], ["10.0.0.9:1"]):
+        targets = world.targets(*given, preferred="node.test:1", is_resolved=True)
+        assert len(targets) == 2
+        assert counts(targets, 1, 5) == {"node.test:1": 5}
+    assert len(world.opened) == 4
+    alone = world.targets(preferred="own:1")
+    alone.release(alone.pick(), BROKEN)
+    assert counts(alone, 1, 5) == {"own:1": 5}
+
+
+def test_preferred_target_stays_when_names_are_looked_up_again(world: World) -> None:
+    world.names["node.test"] = ["10.0.0.1"]
+    targets = world.targets("node.test:5", preferred="own:1", is_resolved=True, age_s=1000.0)
+    world.names["node.test"] = ["10.0.0.2"]
+    world.advance(1000.0)
+    targets.tend()
+    assert len(targets) == 2
+    lease = targets.pick()
+    assert address_of(lease) == "own:1"
+    assert not lease.connection.is_closed
+
+
 def fail(route: Route, error: BaseException) -> Lease:
     """An attempt that fails; returns its lease."""
     with pytest.raises(type(error)), route.attempt(1) as lease:
@@ -222,6 +330,17 @@ def test_second_attempt_uses_the_only_ready_target_again(world: World) -> None:
         first = fail(route, QueueFull("x"))
         with route.attempt(1) as second:
             assert second.target is first.target is not lease.target
+
+
+def test_attempt_after_one_that_did_not_fail_avoids_none(world: World) -> None:
+    """A stream that left the preferred target returns to it."""
+    targets = world.targets("b:1", preferred="own:1")
+    route = Route(targets)
+    fail(route, QueueFull("x"))
+    with route.attempt(1) as second:
+        assert address_of(second) == "b:1"
+    with route.attempt(1) as third:
+        assert address_of(third) == "own:1"
 
 
 def test_context_of_a_lease_leaves_its_target_after_a_failure_of_the_gateway(world: World) -> None:
@@ -346,6 +465,9 @@ def test_invalid_address_is_a_config_error(world: World, address: Any, is_resolv
     for given in (address, [address], ["a:1", address]):
         with pytest.raises(ConfigError, match="expected HOST:PORT or unix:PATH"):
             Targets(given, world.connect, is_resolved=is_resolved, look_up=world.look_up)
+    if address is not None:
+        with pytest.raises(ConfigError, match="expected HOST:PORT or unix:PATH"):
+            Targets("a:1", world.connect, preferred=address)
     assert not world.opened
 
 
@@ -429,6 +551,33 @@ def test_thread_is_started_again_after_an_error_of_a_probe(
     if thread is not None:
         thread.join(10)
     assert lease.target.left_ns is other.target.left_ns is None
+    targets.close()
+
+
+def test_one_probe_is_in_flight_at_a_time(threaded: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PROBE_FIRST_S", 0.0)
+    running, most, guard = [], [0], threading.Lock()
+
+    def health(connection: FakeConnection, timeout_s: float) -> dict[str, Any]:
+        with guard:
+            running.append(connection)
+            most[0] = max(most[0], len(running))
+        threading.Event().wait(0.005)
+        with guard:
+            running.remove(connection)
+        connection.probes += 1
+        return {"ready": connection.probes > 3}
+
+    monkeypatch.setattr(FakeConnection, "health", health)
+    targets = threaded.targets("b:1", "c:1", preferred="own:1")
+    for avoid in (None, targets._preferred):
+        targets.release(targets.pick(avoid=avoid), BROKEN)
+    for _ in range(3):
+        thread = targets._thread
+        if thread is not None:
+            thread.join(10)
+    assert [each.left_ns for each in targets._targets] == [None] * 3
+    assert most == [1]
     targets.close()
 
 

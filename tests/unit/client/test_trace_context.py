@@ -10,7 +10,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState
 
-from iskander.client.trace_context import trace_headers
+from iskander.client.trace_context import trace_headers, with_trace
 
 SPAN = NonRecordingSpan(
     SpanContext(
@@ -66,3 +66,13 @@ def test_names_of_other_propagators_are_lower_case(propagator: None) -> None:
     propagate.set_global_textmap(Upper())
     with trace.use_span(SPAN):
         assert trace_headers() == ((b"x-b3-traceid", b"1"),)
+
+
+def test_terms_of_a_batch_get_the_current_span_unless_they_have_one() -> None:
+    assert with_trace(None) is None
+    assert with_trace({"priority": 0}) == {"priority": 0}
+    fields = {"traceparent": PARENT.decode(), "tracestate": "vendor=value"}
+    with trace.use_span(SPAN):
+        assert with_trace(None) == fields
+        assert with_trace({"priority": 0}) == {"priority": 0, **fields}
+        assert with_trace({"traceparent": "own"})["traceparent"] == "own"  # type: ignore[index]

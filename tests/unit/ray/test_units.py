@@ -19,6 +19,7 @@ from iskander.scoring.rows import ErrorBudget, TooManyErrors
 from iskander.scoring.sinks.writing import Staged
 
 UNIT = unit(0, {"n": 0}, rows=4, bytes=32)
+NONE, OWN = Addresses(None, ()), Addresses("unix:/s", ("h:1",))
 STAGED = Staged(0, "part", 3, 24)
 
 
@@ -115,8 +116,25 @@ def test_cancelled_unit_ends_its_task(cluster: FakeCluster) -> None:
 
 def test_wait_for_servers_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "SERVERS_S", 0.1)
-    none = SimpleNamespace(look_up=lambda: Addresses("", (), is_expected=True))
+    found = [NONE] * 100
     with pytest.raises(NotReady, match="no server of the cluster"):
-        units._nearest(none)  # type: ignore[arg-type]
-    own = SimpleNamespace(look_up=lambda: Addresses("unix:/s", ("h:1",)))
-    assert units._nearest(own) == ("unix:/s",)  # type: ignore[arg-type]
+        units._known(SimpleNamespace(look_up=found.pop))  # type: ignore[arg-type]
+    found = [OWN, NONE]
+    assert units._known(SimpleNamespace(look_up=found.pop)) == OWN  # type: ignore[arg-type]
+
+
+def test_process_keeps_the_client_of_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+
+    def open_client(*_: Any, **options: Any) -> Any:
+        opened.append(SimpleNamespace(is_closed=False))
+        opened[-1].close = lambda each=opened[-1]: setattr(each, "is_closed", True)
+        return opened[-1]
+
+    monkeypatch.setattr("iskander.engines.addresses.Client", open_client)
+    monkeypatch.setattr(units, "_opened", {})
+    servers = SimpleNamespace(look_up=lambda: OWN)
+    first, other = (SimpleNamespace(key=key, servers=servers, options={}) for key in ("a", "b"))
+    assert units._client(first) is units._client(first) is opened[0]  # type: ignore[arg-type]
+    assert units._client(other) is opened[1]  # type: ignore[arg-type]
+    assert [each.is_closed for each in opened] == [True, False]

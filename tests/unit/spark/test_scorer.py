@@ -75,9 +75,9 @@ class FakeClient:
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
     fake = FakeClient()
     monkeypatch.setattr(
-        "iskander.spark.scoring.open_client", lambda *_: contextlib.nullcontext(fake)
+        "iskander.spark.scoring.Client", lambda *_, **__: contextlib.nullcontext(fake)
     )
-    monkeypatch.setattr("iskander.engines.scorer.open_client", lambda *_: fake)
+    monkeypatch.setattr("iskander.engines.addresses.Client", lambda *_, **__: fake)
     yield fake
 
 

@@ -80,7 +80,7 @@ def test_addresses_of_an_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SPARK_LOCAL_HOSTNAME", "SPARK_LOCAL_IP"):
         monkeypatch.delenv(name, raising=False)
     target = ["a:1", "127.0.0.1:1"]
-    assert node_servers(target, None).look_up() == Addresses("", tuple(target))
+    assert node_servers(target, None).look_up() == Addresses(None, tuple(target))
     assert node_servers("a:1", "unix:/s").look_up() == Addresses("unix:/s", ("a:1",))
     servers = node_servers(target, 1)
     assert servers.look_up() == Addresses("127.0.0.1:1", ("a:1",))
