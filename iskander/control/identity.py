@@ -1,0 +1,29 @@
+"""Identity of a gateway, by which it recognizes remote models that refer to itself.
+
+Source: proc_sys_kernel(5), `random/boot_id`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Final
+
+LOCK: Final = "gateway.lock"
+"""Lock in a runtime directory; the parent of several processes has one, too."""
+ORIGIN: Final = "iskander-origin"
+"""Header with the `gateway_id` of a worker that loads a remote model or checks its server."""
+
+
+def gateway_id(folder: Path) -> str:
+    """Return the same text in all processes of one gateway, and in no other gateway.
+
+    `folder` is the runtime directory of a process. Device and inode tell containers and directories
+    apart, and `boot_id` machines.
+    """
+    is_of_parent = (folder.parent / LOCK).exists()
+    found = os.stat(folder.parent if is_of_parent else folder)
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    place = f"{boot_id} {found.st_dev} {found.st_ino}"
+    return hashlib.blake2b(place.encode(), digest_size=16).hexdigest()

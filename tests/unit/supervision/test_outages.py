@@ -1,0 +1,129 @@
+"""Outages of remote servers: begin, checks, and end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.lanes import lane_of
+
+from iskander.control.messages import Probe, Probed, decode_to_worker
+from iskander.errors import IskanderError, RemoteUnavailable
+from iskander.scheduling.lane import Lane
+from iskander.supervision import outages as outages_module
+from iskander.supervision.outages import FAILURES_MAX, Outages
+
+LOST = RemoteUnavailable("remote model `m` at h:1 cannot be reached")
+
+
+class Sent(list[Any]):
+    """The channel of a worker."""
+
+    def send(self, frame: bytes) -> None:
+        self.extend(decode_to_worker(frame))
+
+
+class Fixture:
+    def __init__(self) -> None:
+        self.lane = lane_of()
+        self.sent = Sent()
+        self.rejected: list[IskanderError] = []
+        self.changes = 0
+        self.outages = Outages({0: self.lane}, self._reject, self._on_change)
+        self.add_worker(1)
+
+    def add_worker(self, incarnation: int) -> None:
+        worker: Any = SimpleNamespace(
+            incarnation=incarnation, in_flight={}, channel=self.sent, is_looping=False
+        )
+        self.lane.workers = {incarnation: worker}
+
+    def fail(self, count: int) -> None:
+        for _ in range(count):
+            self.outages.on_unreachable(self.lane, LOST)
+
+    def _reject(self, lane: Lane, error: IskanderError) -> None:
+        self.rejected.append(error)
+
+    def _on_change(self) -> None:
+        self.changes += 1
+
+
+@pytest.fixture
+def fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
+    monkeypatch.setattr(outages_module, "PROBE_S", 0.0)
+    found = Fixture()
+    yield found
+    found.outages.close()
+
+
+async def turns() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0.001)
+
+
+def test_outage_begins_after_failures_in_a_row(fixture: Fixture) -> None:
+    async def run() -> None:
+        fixture.fail(FAILURES_MAX - 1)
+        fixture.lane.unreachable = 0  # A batch reached the server.
+        fixture.fail(FAILURES_MAX - 1)
+        assert not fixture.lane.outage and fixture.lane.is_ready
+        fixture.fail(3)
+        assert (fixture.lane.outage, fixture.changes) == (LOST.message, 1)
+        assert not fixture.lane.is_ready
+        (error,) = fixture.rejected
+        assert isinstance(error, RemoteUnavailable) and error.retry_after_ms == 1000
+        with pytest.raises(RemoteUnavailable, match="h:1"):
+            fixture.lane.require_worker()
+        fixture.outages.close()
+
+    asyncio.run(run())
+
+
+def test_one_check_at_a_time_until_the_server_is_ready(fixture: Fixture) -> None:
+    async def run() -> None:
+        fixture.fail(FAILURES_MAX)
+        await turns()
+        assert fixture.sent == [Probe(0)]
+        fixture.outages.on_probed(Probed(0, "still down"))
+        assert fixture.lane.outage == "still down"
+        await turns()
+        assert fixture.sent == [Probe(0), Probe(0)]
+        fixture.outages.on_probed(Probed(0, ""))
+        assert fixture.lane.is_ready and fixture.lane.unreachable == 0
+        await turns()
+        assert len(fixture.sent) == 2
+        fixture.fail(FAILURES_MAX)
+        assert fixture.lane.outage
+        fixture.outages.close()
+
+    asyncio.run(run())
+
+
+def test_another_worker_is_asked_after_the_loss_of_the_first(fixture: Fixture) -> None:
+    async def run() -> None:
+        fixture.fail(FAILURES_MAX)
+        await turns()
+        fixture.lane.workers = {}
+        await turns()
+        assert len(fixture.sent) == 1
+        fixture.add_worker(2)
+        await turns()
+        assert len(fixture.sent) == 2
+        fixture.outages.close()
+
+    asyncio.run(run())
+
+
+def test_checks_end_with_the_lane(fixture: Fixture) -> None:
+    async def run() -> None:
+        fixture.fail(FAILURES_MAX)
+        fixture.lane.is_retired = True
+        await turns()
+        assert fixture.sent == []
+        fixture.outages.on_probed(Probed(7, ""))
+
+    asyncio.run(run())
