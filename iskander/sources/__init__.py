@@ -1,0 +1,1 @@
+"""Sources: queries, signed tickets, and the processes that read files for Flight clients."""
