@@ -1,0 +1,1 @@
+"""Page at `admin.address`: tables, plots and their live update."""

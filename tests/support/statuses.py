@@ -1,0 +1,82 @@
+"""Status documents for tests of the page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from iskander.telemetry.events import Event
+from iskander.telemetry.page.plots import PLOTS
+from iskander.telemetry.status import (
+    MemoryStatus,
+    ModelStatus,
+    ProcessStatus,
+    Status,
+    WorkerStatus,
+)
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "' onmouseover='alert(1)",
+    "{{ 7 * 7 }}",
+    "</style></table></script><!--",
+    "\u202egnp.exe",
+    "javascript:alert(1)",
+)
+
+
+def status(**fields: Any) -> Status:
+    values: dict[str, Any] = {
+        "version": "1.2.3",
+        "build": "compiled",
+        "started_ms": 5,
+        "uptime_s": 90.0,
+        "ready": True,
+        "reasons": [],
+        "interval_s": 2,
+        "processes": [ProcessStatus(process=0, state="ready")],
+        "models": [],
+        "workers": [],
+        "memory": [MemoryStatus(name="input arena", process=0, used_bytes=0)],
+        "events": [],
+        "left_out": {},
+    }
+    return Status(**{**values, **fields})
+
+
+def hostile(text: str) -> Status:
+    """A status with a text in every place of a model, an error or an operator."""
+    series = {measure: [1.0, None, 2.0] for plot in PLOTS for _, measure in plot.lines}
+    model = ModelStatus(
+        name=text,
+        version=text,
+        state=text,
+        reason=text,
+        refusals={text: 1},
+        failures={text: 1},
+        series=series,  # type: ignore[arg-type]
+    )
+    worker = WorkerStatus(
+        index=0,
+        group=0,
+        pool=text,
+        cpus=text,
+        state=text,
+        incarnation=1,
+        starts=1,
+        ends={text: 1},
+        batches=0,
+        in_flight=0,
+        resident_bytes=0,
+        heartbeat_s=None,
+        notices=text,
+    )
+    return status(
+        version=text,
+        ready=False,
+        reasons=[text],
+        models=[model],
+        workers=[worker],
+        events=[Event(at_s=1.0, level=text, text=text)],
+        memory=[MemoryStatus(name=text, process=0, used_bytes=0)],
+    )
