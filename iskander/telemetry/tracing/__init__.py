@@ -1,0 +1,1 @@
+"""OpenTelemetry traces: sampling, records of requests, and the process that exports spans."""

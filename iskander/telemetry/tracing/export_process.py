@@ -1,0 +1,217 @@
+"""Gateway side of the export process: start, feed, restart, and flush at shutdown.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Final
+
+from iskander import __version__
+from iskander.clock import NS_PER_S, now_ns
+from iskander.config.tracing import TracingConfig
+from iskander.errors import ConfigError
+from iskander.supervision.lifecycle import backoff_s
+from iskander.supervision.worker import Child, start_process
+from iskander.telemetry.tracing.recorder import Recorder
+from iskander.telemetry.tracing.records import (
+    ExportReport,
+    ExportSettings,
+    FrameReader,
+    RequestRecord,
+    decode_report,
+    frame,
+)
+
+log: Final = logging.getLogger("iskander.tracing")
+
+TICK_S: Final = 0.1
+FRAME_RECORDS: Final = 64
+FRAMES_PER_TICK: Final = 8
+"""Encoded in one event loop iteration, in about a millisecond."""
+RECEIVE_BYTES: Final = 1 << 16
+FLUSH_S: Final = 3.0
+"""Timeout for the last exports at shutdown."""
+FLUSH_TICK_S: Final = 0.01
+
+
+class ExportProcess:
+    """The process, and the socket that feeds it. The loop never waits for it.
+
+    Raises ConfigError without OpenTelemetry's exporter.
+    """
+
+    def __init__(self, config: TracingConfig) -> None:
+        _require_exporter()
+        self.recorder = Recorder(config)
+        self._endpoint = config.endpoint
+        self._loop = asyncio.get_running_loop()
+        self._child: Child | None = None
+        self._pidfd = -1
+        self._socket: socket.socket | None = None
+        self._reports = FrameReader()
+        self._settings = b""
+        self._unsent = memoryview(b"")
+        self._taken_later = 0  # Spans of the records that the process has not reported.
+        self._failures = 0
+        self._is_failing = self._is_stopping = False
+        self._ended = asyncio.Event()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def start(self, number: int, listeners: Mapping[str, Sequence[str]]) -> None:
+        """Start the process, and feed it periodically.
+
+        Args:
+            number: Of this gateway process.
+            listeners: Addresses of each system.
+        """
+        resource: dict[str, str | int] = {
+            "service.version": __version__,
+            "host.name": socket.gethostname(),
+            "process.pid": os.getpid(),
+            "iskander.process": number,
+        }
+        self._settings = frame(ExportSettings(self._endpoint, resource, _single(listeners)))
+        self._launch()
+        self._tick()
+
+    async def stop(self) -> None:
+        """Export the queued records, and end the process; after `FLUSH_S` kill it."""
+        self._is_stopping = True
+        for timer in self._timers.values():
+            timer.cancel()
+        deadline_ns = now_ns() + int(FLUSH_S * NS_PER_S)
+        while self._has_unsent and now_ns() < deadline_ns:
+            self._exchange()
+            await asyncio.sleep(FLUSH_TICK_S)
+        if self._socket is not None and self._child is not None:
+            self._socket.shutdown(socket.SHUT_WR)
+            try:
+                async with asyncio.timeout(max((deadline_ns - now_ns()) / NS_PER_S, 0)):
+                    await self._ended.wait()
+            except TimeoutError:
+                self._child.kill()
+                await self._ended.wait()
+        lost = self._taken_later + sum(record.spans for record in self.recorder.records)
+        if lost:
+            log.warning("stopped with %d spans that are not exported", lost)
+
+    @property
+    def _has_unsent(self) -> bool:
+        return self._socket is not None and bool(self._unsent or self.recorder.records)
+
+    def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        environment = dict(os.environ)
+        environment.pop("NOTIFY_SOCKET", None)
+        command = [sys.executable, "-P", "-m", "iskander.telemetry.tracing.exporter"]
+        try:
+            self._child, self._pidfd = start_process(command, environment, theirs.fileno())
+        except OSError as error:
+            ours.close()
+            log.error("the export process cannot be started: %s", error.strerror)
+            self._launch_later()
+        else:
+            self._socket, self._reports = ours, FrameReader()
+            self._ended.clear()
+            self._unsent = memoryview(self._settings)
+            self._loop.add_reader(self._pidfd, self._on_exit)
+        finally:
+            theirs.close()
+
+    def _launch_later(self) -> None:
+        self._failures += 1
+        delay_s = backoff_s(self._failures)
+        self._timers["launch"] = self._loop.call_later(delay_s, self._launch)
+
+    def _on_exit(self) -> None:
+        assert self._child is not None and self._socket is not None
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        code = self._child.wait()
+        self._receive(self._socket)
+        self._socket.close()
+        self._child = self._socket = None
+        self.recorder.counts["failed"] += self._taken_later
+        self._ended.set()
+        if not self._is_stopping:
+            text = "the export process ended with %d: %d spans lost; it is started again"
+            log.error(text, code, self._taken_later)
+            self._launch_later()
+        self._taken_later = 0
+
+    def _tick(self) -> None:
+        self._exchange()
+        self._timers["tick"] = self._loop.call_later(TICK_S, self._tick)
+
+    def _exchange(self) -> None:
+        """Receive reports, and send records until the socket is full."""
+        if self._socket is None:
+            return
+        self._receive(self._socket)
+        for _ in range(FRAMES_PER_TICK):
+            if not self._unsent:
+                self._unsent = self._next_frame(self.recorder.records)
+            try:
+                while self._unsent:
+                    self._unsent = self._unsent[self._socket.send(self._unsent) :]
+            except OSError:
+                return  # Full, or the process has ended, which `_on_exit` handles.
+
+    def _next_frame(self, records: deque[RequestRecord]) -> memoryview:
+        if not records:
+            return memoryview(b"")
+        count = min(len(records), FRAME_RECORDS)
+        taken = [records.popleft() for _ in range(count)]
+        self._taken_later += sum(record.spans for record in taken)
+        return memoryview(frame(taken))
+
+    def _receive(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(RECEIVE_BYTES)
+        except OSError:
+            return
+        for content in self._reports.feed(data):
+            self._on_report(decode_report(content))
+
+    def _on_report(self, report: ExportReport) -> None:
+        counts = self.recorder.counts
+        self._taken_later -= report.taken
+        counts["exported"] += report.exported
+        counts["failed"] += report.failed
+        if report.exported:
+            self._failures = 0
+            if self._is_failing:
+                log.info("spans are exported again")
+            self._is_failing = False
+        elif report.failed and not self._is_failing:
+            self._is_failing = True
+            log.warning("spans cannot be exported: %s", report.reason)
+
+
+def _single(listeners: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, int]]:
+    """Host and port of each system with one TCP listener: spans do not show which one it was."""
+    single = {}
+    for system, addresses in listeners.items():
+        host, _, port = addresses[0].rpartition(":")
+        if len(addresses) == 1 and host and port.isdecimal():
+            single[system] = (host.strip("[]"), int(port))
+    return single
+
+
+def _require_exporter() -> None:
+    try:
+        is_installed = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        is_installed = False
+    if not is_installed:
+        raise ConfigError("`tracing.enabled` needs the extra `otel`: pip install 'iskander[otel]'")
