@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 from iskander_worker.affinity import set_library_environment
 
 from iskander.cli.tables import render_table
@@ -83,10 +84,39 @@ def render(result: CheckResult, config: Config) -> Iterator[str]:
     rows = [row for model in result.models for row in _rows(model)]
     yield from render_table(("model", "runs on", "threads", "columns"), rows)
     yield ""
-    yield from _render_plan(result.placed)
+    yield from render_plan(result.placed)
     others = [config.inferential.address, config.http.address, admin_address(config.admin)]
     yield f"\nlistens on {', '.join([*config.addresses, *filter(None, others)])}"
     yield from _memory(config.arena, len(result.placed.slots), config.server.processes)
+
+
+def to_json(result: CheckResult, config: Config) -> dict[str, Any]:
+    """The result as plain values for JSON."""
+    sizes = _arena_bytes(config.arena, len(result.placed.slots), config.server.processes)
+    return {
+        "models": [_model_to_json(model) for model in result.models],
+        "gateway_cpus": list(result.placed.gateway),
+        "workers": [msgspec.to_builtins(slot) for slot in result.placed.slots],
+        "notes": list(result.placed.notes),
+        "shared_memory_bytes": sum(sizes),
+    }
+
+
+def _model_to_json(model: CheckedModel) -> dict[str, Any]:
+    loaded = model.loaded
+    shown: dict[str, Any] = {"model": model.title, "error": model.error}
+    if loaded is not None:
+        shown |= {"provider": loaded.providers[0], "threads": loaded.threads}
+        contract = loaded.contract
+        shown["inputs"] = [
+            {"columns": columns_of(entry), "type": str(entry.type)}
+            for entry in entries_of(contract)
+        ]
+        shown["outputs"] = [
+            {"column": column.column, "type": str(column.type)}
+            for column in contract.columns or contract.outputs
+        ]
+    return shown
 
 
 def _repository_models(placed: PlacementPlan, config: Config) -> Iterator[CheckedModel]:
@@ -163,7 +193,7 @@ def _rows(model: CheckedModel) -> Iterator[tuple[str, str, str, str]]:
     yield "", "", "", f"-> {results}"
 
 
-def _render_plan(placed: PlacementPlan) -> list[str]:
+def render_plan(placed: PlacementPlan) -> list[str]:
     """The cpus of each process, and the notes of the plan."""
     rows = [("gateway", "-", render_cpu_list(placed.gateway) or "any", "-", "-", "-")]
     rows += [
@@ -181,9 +211,13 @@ def _render_plan(placed: PlacementPlan) -> list[str]:
     return [*table, *(f"note: {note}" for note in placed.notes)]
 
 
+def _arena_bytes(arena: ArenaConfig, workers: int, processes: int) -> list[int]:
+    return processes * ([arena.input_bytes] + workers * [arena.output_bytes])
+
+
 def _memory(arena: ArenaConfig, workers: int, processes: int) -> list[str]:
     """Memory of the arenas; a startup may still find less of it available."""
-    sizes = processes * ([arena.input_bytes] + workers * [arena.output_bytes])
+    sizes = _arena_bytes(arena, workers, processes)
     total = f"{sum(sizes) / backing.MIB:.0f} MiB"
     lines = [f"shared memory {total}, allocated at startup"]
     if arena.huge_pages:

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from iskander.errors import ConfigError, IskanderError, ModelMoved
+from iskander.errors import ConfigError, FilterError, IskanderError, ModelMoved
+from iskander.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from iskander.client import Client
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from iskander.scoring.unit_run import Shared
 
 ENGINES: Final = ("here", "ray")
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_QUARANTINED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 ATTEMPTS: Final = 40
 """Attempts without a result between them: about a minute, enough for a server that restarts."""
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20,
@@ -95,20 +95,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, token: str | None) -> int:
     """Run the command; the token is for the server."""
-    from iskander.scoring.errors import FilterError
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = _run(arguments, token)
     except (ConfigError, FilterError) as error:
         _say(error.message)
-        code = EXIT_USAGE
+        code = ExitCode.USAGE
     except IskanderError as error:
         _say(error.message)
-        code = EXIT_FAILED
+        code = ExitCode.FAILED
     except KeyboardInterrupt:
         _say("interrupted before the job began")
-        code = EXIT_INTERRUPTED
+        code = ExitCode.INTERRUPTED
     _end_if_busy(code)
     return code
 
@@ -255,8 +253,8 @@ def _ray_servers(
     arguments: argparse.Namespace, model: str | None, options: Mapping[str, Any]
 ) -> Iterator[_Server]:
     """Connect to a Ray cluster, and start servers on its nodes unless some are given."""
+    from iskander.client import Client
     from iskander.engines.addresses import Servers
-    from iskander.engines.scorer import open_client
     from iskander.ray import Fleet, cluster
     from iskander.ray.addresses import fixed_servers
     from iskander.ray.units import STALL_S, RayUnits
@@ -270,7 +268,7 @@ def _ray_servers(
         else:
             fleet = Fleet(model, config=arguments.config, token=options["token"])
             servers = stack.enter_context(fleet).servers()
-        client = stack.enter_context(open_client(servers.addresses(), options))
+        client = stack.enter_context(Client(servers.addresses(), **options))
         yield _Server(
             client,
             open_unit=RayUnits(servers, options),
@@ -303,7 +301,7 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
         planned = plan_job(job, source, description)
         if arguments.dry_run:
             _print_plan(job, planned, source, server.client, journal)
-            return EXIT_DONE
+            return ExitCode.DONE
         return _run_job(arguments, job, planned, source, server, journal)
 
 
@@ -345,16 +343,16 @@ def _run_job(
             _write_report(arguments, runner.report("interrupted"))
             _say("interrupted")
             _print_resume(journal)
-            return EXIT_INTERRUPTED
+            return ExitCode.INTERRUPTED
         except IskanderError as error:
             _write_report(arguments, runner.report("failed"))
             _say(f"{error.message} [{error.code}]")
             # With the same options these would fail again.
             if not isinstance(error, ConfigError | JobConflict | ModelMoved | OutputExists):
                 _print_resume(journal)
-            return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+            return ExitCode.USAGE if isinstance(error, ConfigError) else ExitCode.FAILED
     _write_report(arguments, report)
-    return EXIT_QUARANTINED if report.quarantined else EXIT_DONE
+    return ExitCode.QUARANTINED if report.quarantined else ExitCode.DONE
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ def render_table(head: Row, rows: Sequence[Row], *, numbers_from: int | None = N
 
     Columns from the index `numbers_from` on are right-aligned.
     """
-    table = [tuple(map(_printable, row)) for row in (head, *rows)]
+    table = [tuple(map(printable, row)) for row in (head, *rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(head))]
     first = len(head) if numbers_from is None else numbers_from
     lines = []
@@ -33,7 +33,8 @@ def render_table(head: Row, rows: Sequence[Row], *, numbers_from: int | None = N
     return lines
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Return a text on one line, with `?` for unprintable characters such as escapes."""
     return "".join(each if each.isprintable() else "?" for each in " ".join(text.splitlines()))
 
 
@@ -43,9 +44,9 @@ def render_stats(stats: Mapping[str, Any]) -> list[str]:
     arena = stats["input_arena"]
     lines = [
         f"iskander {stats['version']} ({stats['build']}), pid {stats['pid']}, "
-        f"up {_duration(stats['uptime_s'])}, "
-        f"{_count(stats['streams'])} streams, {_count(stats['calls'])} calls, input arena "
-        f"{arena['leased_bytes'] / MIB:.1f} of {arena['capacity_bytes'] / MIB:.0f} MiB",
+        f"up {format_duration(stats['uptime_s'])}, "
+        f"{format_count(stats['streams'])} streams, {format_count(stats['calls'])} calls, "
+        f"input arena {arena['leased_bytes'] / MIB:.1f} of {arena['capacity_bytes'] / MIB:.0f} MiB",
         *([f"not ready: {reason}" for reason in stats["reasons"]] or ["ready"]),
         "",
         *_lane_table(lanes),
@@ -74,7 +75,7 @@ def _lane_table(lanes: Mapping[str, Any]) -> list[str]:
             lane["deadlines"]["hit"],
             lane["deadlines"]["missed"],
         )
-        rows.append((_name(title), "yes" if lane["ready"] else "no", *map(_count, counts)))
+        rows.append((_name(title), "yes" if lane["ready"] else "no", *map(format_count, counts)))
     head = ["model", "ready", "workers", "queued", "rows", "requests", "rejected", "failed"]
     return render_table((*head, "in time", "late"), rows, numbers_from=2)
 
@@ -84,7 +85,7 @@ def _latency_table(lanes: Mapping[str, Any]) -> list[str]:
     for title, lane in lanes.items():
         batches, latency, cost = lane["batch_rows"], lane["latency_ms"], lane["cost"]
         times = (_percentiles(latency[kind]) for kind in ("wait", "run", "total"))
-        counts = _count(batches["count"]), _count(round(batches["mean"]))
+        counts = format_count(batches["count"]), format_count(round(batches["mean"]))
         costs = _cost(cost, "base_us", 1000), _cost(cost, "row_us", 1)
         rows.append((_name(title), *counts, *times, *costs))
     head = ("p50/p99 since start", "batches", "rows", "wait ms", "run ms", "total ms")
@@ -98,8 +99,8 @@ def _worker_table(workers: Sequence[Mapping[str, Any]]) -> list[str]:
             worker["state"],
             str(worker["pid"] or "-"),
             str(worker["incarnation"] or "-"),
-            _count(worker["starts"]),
-            _count(worker["batches"]),
+            format_count(worker["starts"]),
+            format_count(worker["batches"]),
             str(worker["in_flight"]),
             f"{worker['output_leased_bytes'] / MIB:.1f}",
             f"{worker['resident_bytes'] / MIB:.0f}",
@@ -119,20 +120,20 @@ def _notes(title: str, lane: Mapping[str, Any]) -> list[str]:
     kinds = (("refused", "rejected"), ("failed", "failed"), ("closed", "batches closed"))
     return [
         f"{title}: {words}: "
-        + ", ".join(f"{name} {_count(count)}" for name, count in sorted(lane[key].items()))
+        + ", ".join(f"{name} {format_count(count)}" for name, count in sorted(lane[key].items()))
         for key, words in kinds
         if lane[key]
     ]
 
 
 def _percentiles(times: Mapping[str, float]) -> str:
-    return f"{_number(times['p50'])}/{_number(times['p99'])}" if times["count"] else "-"
+    return f"{format_number(times['p50'])}/{format_number(times['p99'])}" if times["count"] else "-"
 
 
 def _cost(costs: Mapping[str, Mapping[str, float]], key: str, divisor: int) -> str:
     """The highest cost of all workers."""
     known = [cost[key] / divisor for cost in costs.values() if cost["samples"]]
-    return _number(max(known)) if known else "-"
+    return format_number(max(known)) if known else "-"
 
 
 def _name(title: str) -> str:
@@ -140,15 +141,15 @@ def _name(title: str) -> str:
     return title if len(title) <= NAME_MAX else f"{title[: NAME_MAX - 10]}..{title[-8:]}"
 
 
-def _number(value: float) -> str:
-    """At most two decimals, and six characters up to a day in milliseconds."""
+def format_number(value: float) -> str:
+    """Format with at most two decimals, and six characters up to a day in milliseconds."""
     if value >= 1_000_000:
         return f"{value / 1000:.0f}k"
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
-def _count(value: int) -> str:
-    """A count in full up to five digits, then with a unit letter."""
+def format_count(value: int) -> str:
+    """Format a count in full up to five digits, then with a unit letter."""
     for unit in ("", "k", "M", "G"):
         if value < 100_000:
             return f"{value}{unit}"
@@ -156,7 +157,8 @@ def _count(value: int) -> str:
     return f"{value}T"
 
 
-def _duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """Format with the two largest units."""
     whole = int(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     if hours >= 48:

@@ -1,0 +1,1 @@
+"""Checks of a machine for a gateway: facts, demand of a configuration, findings."""

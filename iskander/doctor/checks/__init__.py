@@ -1,0 +1,1 @@
+"""Checks by subject: pure functions of facts, probes and demand."""

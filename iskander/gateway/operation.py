@@ -1,0 +1,136 @@
+"""Operator's actions on a running gateway: drain, and live reload of the configuration.
+
+A reload applies the changed settings that are `Live` and names the others, which apply at the next
+restart. An invalid file changes nothing. One process of several passes both actions on to its
+parent, which drains all processes or replaces them one by one.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from iskander.config.changes import Changes, compare
+from iskander.config.loader import require_relations
+from iskander.config.schema import Config
+from iskander.errors import ConfigError, Draining, IskanderError, Overloaded
+from iskander.gateway.secrets import require_secrets
+from iskander.gateway.server import Server
+from iskander.gateway.systemd import notify, notify_reloading
+
+RETRY_MS = 1000
+
+log = logging.getLogger("iskander.gateway")
+
+
+class Operation:
+    """Reload and drain of a gateway of one process.
+
+    Args:
+        config: The running configuration.
+        read_again: Reads the configuration again; runs on a thread.
+        drain: Starts the drain; idempotent.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        config: Config,
+        read_again: Callable[[], Config],
+        drain: Callable[[], None],
+    ) -> None:
+        self._server = server
+        self._config = config
+        self._read_again = read_again
+        self._drain = drain
+        self._reloading: asyncio.Task[Changes] | None = None
+
+    async def operate(self, action: str) -> dict[str, Any]:
+        """Run the action `drain` or `reload`.
+
+        Raises:
+            ConfigError: The file is invalid; nothing changed.
+            Draining: The server is stopping.
+            Overloaded: Another reload is running.
+        """
+        if action == "drain":
+            self._drain()
+            return {"state": "draining"}
+        changes = await asyncio.shield(self._start())
+        return {"changed": changes.live, "needs_restart": changes.restart}
+
+    def on_signal(self) -> None:
+        """Start a reload; the log has the outcome."""
+        try:
+            self._start().add_done_callback(_retrieve)
+        except IskanderError as error:
+            log.warning("reload ignored: %s", error.message)
+
+    def _start(self) -> asyncio.Task[Changes]:
+        """Start a reload, which finishes even if its caller is gone."""
+        if not self._server.is_serving:
+            raise Draining("the gateway is starting or stopping", retry_after_ms=RETRY_MS)
+        if self._reloading is not None and not self._reloading.done():
+            raise Overloaded("another reload is running", retry_after_ms=RETRY_MS)
+        self._reloading = asyncio.get_running_loop().create_task(self._reload())
+        return self._reloading
+
+    async def _reload(self) -> Changes:
+        """Read the file, and apply what may change."""
+        is_valid, note = False, "reload did not finish"
+        notify_reloading()
+        try:
+            changes = await asyncio.to_thread(self._compare)
+            self._server.configure(changes.config)
+            self._config, is_valid, note = changes.config, True, _text(changes)
+            log.log(logging.WARNING if changes.restart else logging.INFO, "reloaded: %s", note)
+        except IskanderError as error:
+            note = f"reload rejected: {error.message}"
+            log.error("%s", note)
+            raise
+        finally:
+            self._server.reloads.record(is_valid=is_valid)
+            if self._server.is_serving:  # A drain may have begun meanwhile.
+                where = ", ".join(self._server.addresses)
+                notify(READY="1", STATUS=f"serving on {where}; {note}")
+        return changes
+
+    def _compare(self) -> Changes:
+        """Read the file, and compare it with the running configuration.
+
+        Raises:
+            ConfigError: The file is invalid; or the live changes are, without those for a restart.
+        """
+        wanted = self._read_again()
+        require_secrets(wanted)
+        changes = compare(self._config, wanted)
+        try:
+            require_relations(changes.config)
+        except ConfigError as error:
+            needed = ", ".join(changes.restart)
+            text = f"{error.message}, as long as {needed} needs a restart"
+            raise ConfigError(text) from None
+        return changes
+
+
+async def ask_parent(action: str) -> dict[str, Any]:
+    """Pass an action on to the parent of this process, which drains or replaces all processes."""
+    notify(X_ISKANDER_ACTION=action)
+    return {"state": "draining" if action == "drain" else "rolling"}
+
+
+def _retrieve(task: asyncio.Task[Changes]) -> None:
+    """Log the exception of a reload without a caller, unless the reload has logged it."""
+    if not task.cancelled() and not isinstance(error := task.exception(), IskanderError | None):
+        log.error("reload failed", exc_info=error)
+
+
+def _text(changes: Changes) -> str:
+    applied = f"{', '.join(changes.live)} changed" if changes.live else "no live setting changed"
+    if not changes.restart:
+        return applied
+    return f"{applied}; a restart applies {', '.join(changes.restart)}"

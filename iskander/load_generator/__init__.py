@@ -1,0 +1,1 @@
+"""Load generator of `iskander bench`: schedules, generated batches, runs and their figures."""
