@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup quickstart serve test test-fast test-all test-engines test-kserve lint fmt bench bench-peers bench-scheduling docs wheel ci clean
+.PHONY: setup quickstart serve test test-fast test-all test-engines test-kserve test-deb deb lint fmt bench bench-peers bench-scheduling endurance docs wheel ci clean
 
 setup: .venv/.installed
 
@@ -36,11 +36,12 @@ test-all: .venv/.installed-tests
 	ISKANDER_SLOW=1 $(BIN)/pytest $(SIDE_BY_SIDE)
 	ISKANDER_TEST_ALL=1 $(BIN)/pytest tests/interop
 	ISKANDER_SLOW=1 ISKANDER_TEST_ALL=1 $(BIN)/pytest -n 3 tests/fuzz
+	ISKANDER_ENDURANCE_MINUTES=10 $(BIN)/pytest tests/system/test_endurance.py
 
 # Ray, and Spark with Java, on this machine; in an environment of their own, because they are large.
 test-engines:
 	mkdir -p build
-	VENV=build/engines PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,ray,spark]'
+	VENV=build/engines PYTHON=$(PYTHON) sh scripts/setup.sh '.[engines]'
 	ISKANDER_ENGINES=1 build/engines/bin/pytest tests/engines
 
 # KServe's client needs an older psutil than the server, so it has its own environment.
@@ -50,10 +51,22 @@ test-kserve: .venv/.installed-tests
 	KSERVE_PYTHON=$(CURDIR)/build/kserve/bin/python \
 	    $(BIN)/pytest tests/system/test_oip_kserve.py tests/system/test_protocols_page.py
 
+# The Debian package on a small machine with systemd. It needs root and Debian's tools: systemd-container,
+# mmdebstrap, debhelper, dpkg-dev, python3-venv, and lintian.
+test-deb: .venv/.installed-tests
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,deb]'
+	ISKANDER_DEB=1 $(BIN)/pytest tests/packaging
+
+deb: setup
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[http,deb]'
+	$(BIN)/python scripts/build_deb.py
+
 lint: setup
 	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,lint]'
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	$(BIN)/python scripts/gen_reference.py --check
+	$(BIN)/python scripts/gen_completions.py --check
+	$(BIN)/python scripts/gen_dashboards.py --check
 
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
@@ -80,8 +93,17 @@ bench-scheduling: setup
 	$(BIN)/python -m benchmarks.scheduling --json build/scheduling.json --plots build
 	$(BIN)/python -m benchmarks.scheduling.overload --json build/overload.json
 
+# Two hours, each with one gateway process and with two; alone on the machine, because it judges latencies.
+endurance: setup
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,bench]'
+	$(BIN)/python -m benchmarks.endurance --minutes 120 --out build/endurance
+	$(BIN)/python -m benchmarks.endurance --minutes 120 --processes 2 --out build/endurance-2
+
 docs: setup
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[http,lint]'
 	$(BIN)/python scripts/gen_reference.py
+	$(BIN)/python scripts/gen_completions.py
+	$(BIN)/python scripts/gen_dashboards.py
 
 wheel: setup
 	$(BIN)/python scripts/check_wheel.py

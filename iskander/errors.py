@@ -164,6 +164,34 @@ class ModelNotFound(IskanderError, code="model_not_found", fault=Fault.CLIENT, s
     """No model has this name or version."""
 
 
+class SourceNotFound(
+    IskanderError, code="source_not_found", fault=Fault.CLIENT, status="NOT_FOUND"
+):
+    """No source has this name."""
+
+
+class SourceChanged(
+    IskanderError, code="source_changed", fault=Fault.CLIENT, status="FAILED_PRECONDITION"
+):
+    """An input file is gone, or its size, time or ETag differs from the plan or ticket."""
+
+
+class SourceError(IskanderError, code="source", fault=Fault.CLIENT, status="INVALID_ARGUMENT"):
+    """An input cannot be read: no files, mixed formats, different schemas or invalid bytes."""
+
+
+class FilterError(IskanderError, code="filter", fault=Fault.CLIENT, status="INVALID_ARGUMENT"):
+    """The filter is not in the language of filters, or it does not fit the columns."""
+
+
+class TicketRejected(IskanderError, code="ticket", fault=Fault.CLIENT, status="INVALID_ARGUMENT"):
+    """The ticket is expired, altered, or signed with another key; request a new one."""
+
+
+class ReaderLost(IskanderError, code="reader_lost", fault=Fault.SERVER, status="UNAVAILABLE"):
+    """The process that reads a source ended, or made no progress in time."""
+
+
 class Unauthenticated(
     IskanderError, code="unauthenticated", fault=Fault.CLIENT, status="UNAUTHENTICATED"
 ):
@@ -239,6 +267,8 @@ class DeadlineExceeded(
 ):
     """The deadline, the queue timeout or the age limit passed before the request ran.
 
+    For a remote model also while it ran.
+
     Attributes:
         is_unanswered: Python client: its own timer ended the call, without an answer of the server.
     """
@@ -276,6 +306,58 @@ class ModelQuarantined(
 
 class ExecutionFailed(IskanderError, code="execution_failed", fault=Fault.MODEL, status="INTERNAL"):
     """The runtime failed to run the model on this batch."""
+
+
+class RemoteUnavailable(
+    IskanderError, code="remote_unavailable", fault=Fault.OPERATOR, status="UNAVAILABLE"
+):
+    """Backend `remote`: the remote server cannot be reached, or the connection was lost."""
+
+
+class RemoteOverloaded(
+    IskanderError, code="remote_overloaded", fault=Fault.NOBODY, status="RESOURCE_EXHAUSTED"
+):
+    """Backend `remote`: the remote server rejected the batch because of its load or its stop."""
+
+
+class RemoteNotReady(
+    IskanderError, code="remote_not_ready", fault=Fault.OPERATOR, status="UNAVAILABLE"
+):
+    """Backend `remote`: the remote server does not have the model, or not yet."""
+
+
+class RemoteDenied(
+    IskanderError, code="remote_denied", fault=Fault.OPERATOR, status="FAILED_PRECONDITION"
+):
+    """Backend `remote`: the remote server does not accept this server's token or certificate."""
+
+
+class RemoteTimeout(
+    IskanderError, code="remote_timeout", fault=Fault.OPERATOR, status="DEADLINE_EXCEEDED"
+):
+    """Backend `remote`: the remote server did not answer in time."""
+
+
+class RemoteLoop(
+    IskanderError, code="remote_loop", fault=Fault.OPERATOR, status="FAILED_PRECONDITION"
+):
+    """Backend `remote`: the remote server is this server, or calls it through others."""
+
+
+class RemoteRejected(
+    ContractError, code="remote_rejected", fault=Fault.CLIENT, status="INVALID_ARGUMENT"
+):
+    """Backend `remote`: the remote server rejected the batch as invalid or too large."""
+
+
+class RemoteFailed(ExecutionFailed, code="remote_failed", fault=Fault.MODEL, status="INTERNAL"):
+    """Backend `remote`: the remote server failed to run the model on this batch."""
+
+
+class RemoteAnswerInvalid(
+    ExecutionFailed, code="remote_answer", fault=Fault.OPERATOR, status="INTERNAL"
+):
+    """Backend `remote`: the remote server's answer does not match the model's contract."""
 
 
 class ManifestError(

@@ -10,7 +10,26 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from iskander.clock import wall_ns
+
 POLL_S = 1.0
+
+
+class ReloadStatus:
+    """Outcome of the last read of a file, and the time of the last valid one.
+
+    The first read is valid: otherwise the server does not start.
+    """
+
+    def __init__(self) -> None:
+        self.is_valid = True
+        self.valid_ns = wall_ns()
+
+    def record(self, *, is_valid: bool) -> None:
+        """Record a read."""
+        self.is_valid = is_valid
+        if is_valid:
+            self.valid_ns = wall_ns()
 
 
 class FileWatcher:

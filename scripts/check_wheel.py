@@ -129,6 +129,8 @@ def require_contents(wheel: Path) -> None:
     expected |= {f"iskander-{version}.{part}" for part in ("data", "dist-info")}
     if tops != expected:
         sys.exit(f"the wheel contains {sorted(tops)}, expected {sorted(expected)}")
+    if "iskander/_systemd/iskander-gateway.service" not in names:
+        sys.exit("the wheel has no systemd units for `iskander install-systemd`")
     print(f"{wheel.name}: {len(names)} files")
 
 

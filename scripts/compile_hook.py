@@ -66,6 +66,8 @@ COMPILED = (
     "iskander/scheduling/worker_slot.py",
     "iskander/supervision/worker.py",
     "iskander/supervision/worker_messages.py",
+    "iskander/telemetry/tracing/recorder.py",
+    "iskander/telemetry/tracing/sampling.py",
     "iskander/transport/cpu_allowance.py",
     "iskander/transport/http2/call.py",
     "iskander/transport/http2/call_receiver.py",

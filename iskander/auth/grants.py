@@ -22,7 +22,7 @@ from iskander.auth.tokens import digest, read_tokens
 from iskander.clock import NS_PER_S, wall_ns
 from iskander.config.auth import AccessConfig, Token
 from iskander.errors import ConfigError, IskanderError, PermissionDenied, Unauthenticated
-from iskander.file_watcher import FileWatcher
+from iskander.file_watcher import FileWatcher, ReloadStatus
 
 HEADER: Final = "authorization"
 ANONYMOUS: Final = "(anonymous)"
@@ -40,14 +40,21 @@ log: Final = logging.getLogger("iskander.access")
 class Grant:
     """Permissions of a caller, updated with the token file; unnamed on a server without tokens."""
 
-    __slots__ = ("_cache", "_may_manage", "_models", "_refused", "is_valid", "name")
+    __slots__ = ("_cache", "_may_manage", "_models", "_refused", "_sources", "is_valid", "name")
 
     def __init__(
-        self, name: str, models: tuple[str, ...], *, may_manage: bool, refused: Counter[str]
+        self,
+        name: str,
+        models: tuple[str, ...],
+        *,
+        may_manage: bool,
+        refused: Counter[str],
+        sources: tuple[str, ...] = (),
     ) -> None:
         self.name = name
         self.is_valid = True
         self._models = models
+        self._sources = sources
         self._may_manage = may_manage
         self._refused = refused
         self._cache: dict[str, bool] = {}
@@ -81,6 +88,29 @@ class Grant:
         if not self._may_manage:
             self._deny("may not load or unload models", "loading or unloading models requires")
 
+    def require_operator(self, action: str) -> None:
+        """Require permission to manage all models; raises as `require_model`."""
+        self.require_valid()
+        if not self._may_manage or "*" not in self._models:
+            needed = "manage = true for all models"
+            self._deny(f"may not {action} the server, which needs {needed}", f"{action} requires")
+
+    def may_read(self, source: str) -> bool:
+        """Whether the caller may read a source and see that it exists."""
+        name = source[:MODEL_NAME_MAX]
+        return any(fnmatchcase(name, pattern) for pattern in self._sources)
+
+    def require_source(self, source: str) -> None:
+        """Require permission to read a source; raises as `require_model`."""
+        self.require_valid()
+        if not self.may_read(source):
+            self._deny(f"is not for source `{source[:100]}`", f"source `{source[:100]}` requires")
+
+    def require_name(self, name: str) -> None:
+        """Require a grant of this name, for which a ticket was made; raise PermissionDenied."""
+        if self.name != name:
+            self._deny("is not the one that the ticket is for", "the ticket requires")
+
     def require_token(self) -> None:
         """Require a valid token if the server has tokens; raise Unauthenticated."""
         self.require_valid()
@@ -97,6 +127,7 @@ class Grant:
         """Take the permissions of another grant."""
         self.name, self.is_valid = other.name, other.is_valid
         self._models, self._may_manage = other._models, other._may_manage
+        self._sources = other._sources
         self._cache.clear()
 
     def _deny(self, denial: str, requirement: str) -> None:
@@ -108,12 +139,24 @@ class Grant:
 
 
 class _FullGrant(Grant):
-    """Permits everything, without a cache."""
+    """Permits everything but to operate the server, without a cache."""
 
     __slots__ = ()
 
+    def require_operator(self, action: str) -> None:
+        """Deny: every client that reaches the port could stop the server."""
+        number = "SIGTERM" if action == "drain" else "SIGHUP"
+        raise PermissionDenied(
+            f"{action} needs a token, and this server has none (`access.tokens`): send {number} to "
+            "the process instead"
+        )
+
     def may_call(self, model: str) -> bool:
         del model
+        return True
+
+    def may_read(self, source: str) -> bool:
+        del source
         return True
 
 
@@ -127,12 +170,16 @@ class Authenticator:
     Args:
         config: With the path of the token file.
         on_change: Called when grants of open calls may have changed.
+
+    Attributes:
+        reloads: Reads of the token file; None on a server without tokens.
     """
 
     def __init__(self, config: AccessConfig, on_change: Callable[[], None]) -> None:
         self.refused: Counter[str] = Counter()
         self._path = Path(config.tokens)
         self._has_no_tokens = not config.tokens
+        self.reloads = ReloadStatus() if config.tokens else None
         self._requires_token = not config.anonymous
         self._on_change = on_change
         self._grants: dict[str, Grant] = {}
@@ -200,11 +247,14 @@ class Authenticator:
             self._on_change()
 
     async def _read(self) -> None:
+        assert self.reloads is not None
         try:
             tokens = await asyncio.to_thread(read_tokens, self._path)
         except ConfigError as error:
+            self.reloads.record(is_valid=False)
             log.error("access.tokens: %s; the previous tokens stay in force", error.message)
         else:
+            self.reloads.record(is_valid=True)
             self._set(tokens)
             log.info("%s was reloaded: %d tokens", self._path.name, self.tokens)
             self._on_change()
@@ -214,7 +264,13 @@ class Authenticator:
         for key, grant in self._grants.items():
             grant.is_valid = key in found
         for key, token in found.items():
-            grant = Grant(token.name, token.models, may_manage=token.manage, refused=self.refused)
+            grant = Grant(
+                token.name,
+                token.models,
+                may_manage=token.manage,
+                refused=self.refused,
+                sources=token.sources,
+            )
             self._grants.setdefault(key, grant).copy_from(grant)
         self._grants = {key: grant for key, grant in self._grants.items() if grant.is_valid}
         self._expiries = {key: t.expires.timestamp() for key, t in found.items() if t.expires}

@@ -39,22 +39,32 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
     return _parse(path, _read(path))
 
 
-def add_token(path: Path, name: str, models: tuple[str, ...], *, manage: bool = False) -> str:
+def add_token(
+    path: Path,
+    name: str,
+    models: tuple[str, ...],
+    *,
+    manage: bool = False,
+    sources: tuple[str, ...] = (),
+) -> str:
     """Create a token, add it to a file, and return it; create the file if it is missing.
 
     The file is replaced atomically and keeps its owner and mode. Concurrent calls are serialized.
     """
     path = path.resolve()
+    token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
+    fields = {"name": name, "sha256": digest(token), "models": list(models), "manage": manage}
+    if sources:
+        fields["sources"] = list(sources)
     try:
         with _locked(path.parent):
-            return _append_token(path, name, models, manage=manage)
+            _append_token(path, fields)
+            return token
     except OSError as error:
         raise ConfigError(f"{path.name} cannot be written: {error.strerror}") from None
 
 
-def _append_token(path: Path, name: str, models: tuple[str, ...], *, manage: bool) -> str:
-    token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
-    fields = {"name": name, "sha256": digest(token), "models": list(models), "manage": manage}
+def _append_token(path: Path, fields: dict[str, object]) -> None:
     lines = [f"{key} = ".encode() + msgspec.json.encode(value) for key, value in fields.items()]
     old = _read(path) if path.exists() else b""
     text = old + (b"\n" if old else b"") + b"\n".join([b"[[tokens]]", *lines, b""])
@@ -73,7 +83,6 @@ def _append_token(path: Path, name: str, models: tuple[str, ...], *, manage: boo
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-    return token
 
 
 @contextlib.contextmanager

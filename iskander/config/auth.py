@@ -55,6 +55,7 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         sha256: Of the token, in hexadecimal. The token itself is not stored.
         models: Models that it may use, with `*` and `?`.
         manage: It may also load and unload these models.
+        sources: Sources that it may read, with `*` and `?`, if it may use their models.
         expires: End of validity, with a time zone; None: never.
     """
 
@@ -62,6 +63,7 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     models: Patterns = ("*",)
     manage: bool = False
+    sources: Patterns = ()
     expires: Annotated[datetime.datetime, Meta(tz=True)] | None = None
 
 

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from iskander.config.models import ModelConfig
-from iskander.config.reference import render_value, settings
+from iskander.config.reference import TABLES, render_value, settings
 from iskander.config.renamed import new_name, rename_keys
 from iskander.config.repository import versions_error
 from iskander.config.schema import HEADER_BYTES_MAX, Config
 from iskander.config.section import Section, require
+from iskander.config.sources import SourceConfig, require_sources
 from iskander.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -79,8 +80,10 @@ def load_config(
         repository=_absolute(config.repository, folder, "path"),
         access=_absolute(config.access, folder, "tokens"),
         tls=_absolute(config.tls, folder, "certificate", "key", "client_ca"),
+        source_reads=_absolute(config.source_reads, folder, "key_file"),
+        sources=tuple(_complete_source(source, folder) for source in config.sources),
     )
-    _require_relations(config)
+    require_relations(config)
     return Loaded(config, origins, tuple(warnings))
 
 
@@ -91,7 +94,7 @@ def _absolute(section: SectionT, folder: Path, *keys: str) -> SectionT:
     return msgspec.structs.replace(section, **paths)
 
 
-def _require_relations(config: Config) -> None:
+def require_relations(config: Config) -> None:
     """Check the settings of all sections against one another."""
     limits, arena, http, access = config.limits, config.arena, config.http, config.access
     problem = versions_error(config.repository.versions)
@@ -116,7 +119,11 @@ def _require_relations(config: Config) -> None:
     if http.address:
         rule = "limits.message_bytes: the largest request does not fit in the buffer"
         require_at_least("http.bodies_bytes", http.bodies_bytes, message_bytes, rule)
-    has_models = bool(config.models or config.repository.path)
+    has_repository = bool(config.repository.path)
+    require_sources(
+        config.sources, config.source_reads, config.models, has_repository=has_repository
+    )
+    has_models = bool(config.models) or has_repository
     require(has_models, "there is nothing to serve: no [[models]], and no repository.path")
     require(
         not (access.tokens and config.inferential.address) or bool(access.anonymous),
@@ -184,11 +191,16 @@ def _complete(model: ModelConfig, folder: Path) -> ModelConfig:
     return msgspec.structs.replace(model, path=str(path), version=str(version), python=python)
 
 
+def _complete_source(source: SourceConfig, folder: Path) -> SourceConfig:
+    """Return a source with an absolute path."""
+    return msgspec.structs.replace(source, path=str((folder / source.path).absolute()))
+
+
 def _override(
     raw: dict[str, Any], origins: dict[str, str], path: str, text: str, origin: str
 ) -> None:
     section, dot, key = path.partition(".")
-    if not dot or section == "models" or not isinstance(raw.setdefault(section, {}), dict):
+    if not dot or section in TABLES or not isinstance(raw.setdefault(section, {}), dict):
         raise ConfigError(f"{origin} {path}: only section.key of a [section] can be set")
     try:
         value = tomllib.loads(f"value = {text}")["value"]

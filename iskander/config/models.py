@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from iskander.config.section import (
     MIB,
+    Live,
     Milliseconds,
     NotNegative,
     Positive,
@@ -52,6 +53,8 @@ class LoadingConfig(Section, frozen=True, kw_only=True):
 
 SHARED_BACKENDS = ("onnx", "pipeline")
 """Backends whose models share workers."""
+REMOTE = "remote"
+"""Backend whose models run on another server: their workers wait, and get no cores of their own."""
 
 
 class LaneConfig(Section, frozen=True, kw_only=True):
@@ -83,21 +86,21 @@ class LaneConfig(Section, frozen=True, kw_only=True):
     """
 
     policy: Annotated[str, Meta(min_length=1)] = "deadline_aware"
-    linger_us: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
-    preferred_batch_rows: tuple[Positive, ...] = ()
+    linger_us: Live[Annotated[int, Meta(ge=0, le=10_000_000)]] = 0
+    preferred_batch_rows: Live[tuple[Positive, ...]] = ()
     pad_to: tuple[Positive, ...] = ()
-    queue_requests: Positive = 4096
-    queue_rows: Positive = 4_194_304
-    queue_bytes: Positive = 512 * MIB
-    client_requests: Positive = 1024
-    overflow: Literal["reject", "drop_oldest", "drop_lowest_priority"] = "reject"
-    ttl_ms: Milliseconds = 30_000.0
-    deadline_ms: Milliseconds = 0.0
+    queue_requests: Live[Positive] = 4096
+    queue_rows: Live[Positive] = 4_194_304
+    queue_bytes: Live[Positive] = 512 * MIB
+    client_requests: Live[Positive] = 1024
+    overflow: Live[Literal["reject", "drop_oldest", "drop_lowest_priority"]] = "reject"
+    ttl_ms: Live[Milliseconds] = 30_000.0
+    deadline_ms: Live[Milliseconds] = 0.0
     patience_ms: Annotated[float, Meta(gt=0, le=86_400_000)] = 100.0
-    staleness_ms: Milliseconds = 0.0
-    newest_wins: bool = False
-    refuse_late: bool = True
-    weight: Annotated[float, Meta(ge=0.01, le=1000)] = 1.0
+    staleness_ms: Live[Milliseconds] = 0.0
+    newest_wins: Live[bool] = False
+    refuse_late: Live[bool] = True
+    weight: Live[Annotated[float, Meta(ge=0.01, le=1000)]] = 1.0
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -108,9 +111,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         path: Model file, or folder with `model.onnx`; relative to this file. A `manifest.toml`
             beside the model is its contract.
         version: Version; by default the folder's name if it is a number, else 1.
-        backend: Backend: onnx, python, torch, pipeline, or the name of an installed backend.
+        backend: Backend: onnx, python, torch, pipeline, remote, or the name of an installed one.
         workers: Workers for this model only; 0: the shared workers, or one worker if the backend is
-            neither onnx nor pipeline, or `python` is set.
+            neither onnx nor pipeline, or `python` is set. A remote model runs one batch on each.
         python: Python interpreter of its own workers, such as that of a virtual environment;
             relative to this file. Empty: the server's interpreter.
         trust_pickle: Allow the model's code to unpickle its files. A pickle can run any code.
@@ -151,7 +154,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     memory_pattern: bool = True
     max_batch_rows: Positive = 65_536
     result_string_bytes: Annotated[int, Meta(ge=1, le=2**31 - 1)] = STRING_BYTES
-    lane: LaneConfig = LaneConfig()
+    lane: Live[LaneConfig] = LaneConfig()
 
     @property
     def own_workers(self) -> int:

@@ -10,22 +10,28 @@ import msgspec
 from iskander.config.models import ModelConfig
 from iskander.config.repository import ModelFile
 from iskander.config.schema import Config
+from iskander.config.section import is_live
+from iskander.config.sources import SourceConfig
 from iskander.contract.manifest_schema import keys_of
+
+TABLES = {"models": ModelConfig, "sources": SourceConfig}
+"""Sections that are lists of tables."""
 
 
 class Setting(NamedTuple):
-    """One setting of the reference; `path` is `section.key`."""
+    """One setting of the reference; `path` is `section.key`, `is_live` without a restart."""
 
     path: str
     type: str
     default: Any
     sentence: str
+    is_live: bool
 
 
 def settings() -> Iterator[Setting]:
-    """Yield every setting in declaration order; `[[models]]` last."""
+    """Yield every setting in declaration order; `[[models]]` and `[[sources]]` last."""
     for section in msgspec.structs.fields(Config):
-        kind = ModelConfig if section.name == "models" else section.type
+        kind = TABLES.get(section.name, section.type)
         yield from _settings_of(kind, f"{section.name}.")
 
 
@@ -42,7 +48,8 @@ def _settings_of(
             continue
         default = None if field.default is msgspec.NODEFAULT else field.default
         is_table = isinstance(default, msgspec.Struct) or field.default_factory is dict
-        yield Setting(f"{prefix}{key.name}", key.type, {} if is_table else default, key.sentence)
+        shown = {} if is_table else default
+        yield Setting(f"{prefix}{key.name}", key.type, shown, key.sentence, is_live(field))
 
 
 def render_value(value: Any) -> str:  # noqa: ANN401
@@ -61,8 +68,8 @@ def render_reference() -> str:
         name, key = setting.path.split(".")
         if name != section:
             section = name
-            lines += ["", "# [[models]]" if name == "models" else f"[{name}]"]
+            lines += ["", f"# [[{name}]]" if name in TABLES else f"[{name}]"]
         lines.append(f"# {setting.sentence} ({setting.type})")
-        is_absent = name == "models" or setting.default is None
+        is_absent = name in TABLES or setting.default is None
         lines.append(("# " if is_absent else "") + f"{key} = {render_value(setting.default)}")
     return "\n".join(lines) + "\n"

@@ -17,6 +17,7 @@ from iskander.config.models import LaneConfig, LoadingConfig, ModelConfig
 from iskander.config.repository import RepositoryConfig
 from iskander.config.section import (
     MIB,
+    Live,
     NotNegative,
     NotNegativeSeconds,
     PollMicroseconds,
@@ -26,6 +27,8 @@ from iskander.config.section import (
     ShortSeconds,
     UpTo1024,
 )
+from iskander.config.sources import SourceConfig, SourceReadsConfig
+from iskander.config.tracing import TracingConfig
 from iskander.decoders import thread_safe
 
 HEADER_BYTES_MAX = MIB
@@ -67,7 +70,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     processes: Annotated[int, Meta(ge=1, le=256)] = 1
     busy_poll_us: PollMicroseconds = 0
     drain_s: Seconds = 30.0
-    lame_duck_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    lame_duck_s: Live[Annotated[float, Meta(ge=0, le=3600)]] = 0.0
     max_connection_age_s: NotNegativeSeconds = 0.0
     max_connection_age_grace_s: NotNegativeSeconds = 0.0
     load_reports: bool = False
@@ -97,17 +100,17 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
             memory of the machine or the cgroup.
     """
 
-    rows: Positive = 1_048_576
-    bytes: Positive = 64 * MIB
-    columns: Positive = 1024
-    string_bytes: Positive = 16 * MIB
-    result_bytes: Positive = 1024 * MIB
-    nesting: Annotated[int, Meta(ge=1, le=64)] = 16
+    rows: Live[Positive] = 1_048_576
+    bytes: Live[Positive] = 64 * MIB
+    columns: Live[Positive] = 1024
+    string_bytes: Live[Positive] = 16 * MIB
+    result_bytes: Live[Positive] = 1024 * MIB
+    nesting: Live[Annotated[int, Meta(ge=1, le=64)]] = 16
     message_bytes: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 72 * MIB
-    streams: Positive = 1024
-    window_batches: Positive = 8
-    window_bytes: Positive = 64 * MIB
-    arena_wait_ms: NotNegative = 5000
+    streams: Live[Positive] = 1024
+    window_batches: Live[Positive] = 8
+    window_bytes: Live[Positive] = 64 * MIB
+    arena_wait_ms: Live[NotNegative] = 5000
     connections: Positive = 10_000
     source_percent: Annotated[int, Meta(ge=1, le=100)] = 25
     receive_bytes: NotNegative = 0
@@ -229,15 +232,20 @@ class AdminConfig(Section, frozen=True, kw_only=True):
     """Admin endpoints and logging.
 
     Attributes:
-        address: `HOST:PORT` of `/livez`, `/readyz` and `/metrics` over HTTP. Port 0: a free port.
-            Empty: disabled. Needs the extra `http`; without the extra, the default is empty.
+        address: `HOST:PORT` of `/livez`, `/readyz`, `/metrics` and the page over HTTP. Port 0: a
+            free port. Empty: disabled. Needs the extra `http`; without the extra, the default is
+            empty.
+        page: Serve a page with the state of the server at `/`, and its data at `/status.json`.
         log_level: Lowest level to log.
         log_format: Format of log lines on stderr.
+        triton_metrics: Add metrics of each model with the names of Triton (`nv_inference_*`).
     """
 
     address: str = "127.0.0.1:50052"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    page: bool = True
+    log_level: Live[Literal["debug", "info", "warning", "error"]] = "info"
     log_format: Literal["text", "json"] = "text"
+    triton_metrics: bool = False
 
 
 class InferentialConfig(Section, frozen=True, kw_only=True):
@@ -299,13 +307,16 @@ class Config(Section, frozen=True, kw_only=True):
     arena: ArenaConfig = ArenaConfig()
     shared_memory: SharedMemoryConfig = SharedMemoryConfig()
     admin: AdminConfig = AdminConfig()
+    tracing: TracingConfig = TracingConfig()
     inferential: InferentialConfig = InferentialConfig()
     http: HttpConfig = HttpConfig()
     access: AccessConfig = AccessConfig()
     tls: TlsConfig = TlsConfig()
     repository: RepositoryConfig = RepositoryConfig()
+    source_reads: SourceReadsConfig = SourceReadsConfig()
     extensions: ExtensionsConfig = ExtensionsConfig()
     models: tuple[ModelConfig, ...] = ()
+    sources: tuple[SourceConfig, ...] = ()
 
     @property
     def has_shared_models(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -10,6 +10,10 @@ from msgspec import Meta
 from iskander.errors import ConfigError
 
 MIB = 1 << 20
+
+SettingT = TypeVar("SettingT")
+Live = Annotated[SettingT, Meta(extra={"live": True})]
+"""Type of a setting that a reload changes in a running gateway; any other needs a restart."""
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -26,6 +30,12 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     The `Attributes:` of a section's docstring are the descriptions on the reference pages.
     """
+
+
+def is_live(field: msgspec.structs.FieldInfo) -> bool:
+    """Whether a reload changes a setting in a running gateway."""
+    notes = getattr(field.type, "__metadata__", ())
+    return any(isinstance(note, Meta) and bool(note.extra) for note in notes)
 
 
 def require(is_met: bool, rule: str) -> None:

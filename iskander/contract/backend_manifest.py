@@ -1,12 +1,23 @@
-"""Manifest tables that configure a backend: `[python]`, `[torch]`, `[graph]`, `[[steps]]`."""
+"""Manifest tables of backends: `[python]`, `[torch]`, `[remote]`, `[graph]`, `[[steps]]`."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 STEPS_MAX = 32
+ADDRESSES_MAX = 32
+HEADERS_MAX = 32
+
+Address = Annotated[str, Meta(pattern=r"^(unix:.+|(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+):\d{1,5})\Z")]
+# gRPC sends names with `-bin` as binary values, and reserves names with `grpc-`.
+HeaderName = Annotated[str, Meta(pattern=r"^(?!grpc-|iskander-)[0-9a-z_.-]{1,64}(?<!-bin)\Z")]
+HeaderValue = Annotated[str, Meta(pattern=r"^[\x20-\x7e]{0,1024}\Z")]
+CallSeconds = Annotated[float, Meta(gt=0, le=86_400)]
+ConnectSeconds = Annotated[float, Meta(ge=0.1, le=60)]
+MessageBytes = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class PythonSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,6 +46,53 @@ class TorchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str = "model.pt2"
     weights: str = ""
     outputs: tuple[str, ...] = ()
+
+
+class RemoteTls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`[remote.tls]` of a manifest; files are read at load, relative to the model's folder.
+
+    Attributes:
+        ca: Certificates of the accepted authorities; empty: those of gRPC.
+        certificate: Certificate of this client, if the remote requires one.
+        key: Its key.
+        server_name: Name in the remote's certificate, if the address is another one.
+    """
+
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+    server_name: str = ""
+
+
+class RemoteSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`[remote]` of a manifest.
+
+    Attributes:
+        addresses: `HOST:PORT` or `unix:PATH` of servers of the Open Inference Protocol with the
+            same model. Calls take turns; a call that one cannot take goes to the next one.
+        model: Name of the model there.
+        version: Version there; empty: the remote's default.
+        metadata: Headers of each call, such as `application` for Ray Serve.
+        tls: `[remote.tls]`; without it, connections are plaintext.
+        token_file: File with a bearer token, read again when it changes; relative to the model's
+            folder.
+        timeout_s: Seconds for a call; a batch whose callers have less time gets less.
+        connect_s: Seconds for a connection; a call of a load or a readiness check has twice as
+            long.
+        message_bytes: Bytes of a request or a response.
+        is_metadata_checked: Compare the tensors with the remote's ModelMetadata at load.
+    """
+
+    addresses: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=ADDRESSES_MAX)]
+    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    version: str = ""
+    metadata: Annotated[dict[HeaderName, HeaderValue], Meta(max_length=HEADERS_MAX)] = {}
+    tls: RemoteTls | None = None
+    token_file: str = ""
+    timeout_s: CallSeconds = 30.0
+    connect_s: ConnectSeconds = 5.0
+    message_bytes: MessageBytes = 72 << 20
+    is_metadata_checked: bool = True
 
 
 class GraphSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

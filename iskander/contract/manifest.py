@@ -11,7 +11,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from iskander.contract.backend_manifest import GraphSection, PythonSection, Steps, TorchSection
+from iskander.contract.backend_manifest import (
+    GraphSection,
+    PythonSection,
+    RemoteSection,
+    Steps,
+    TorchSection,
+)
 from iskander.contract.outputs import ColumnOrder, OutputColumn
 from iskander.contract.paths import read_plain
 from iskander.contract.validation import require
@@ -119,6 +125,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         graph: Tensors of a model whose files declare none.
         python: Options of the backend `python`.
         torch: Options of the backend `torch`.
+        remote: Options of the backend `remote`.
         steps: Models of a pipeline, in order.
         sha256: Required hashes of files beside the manifest, by name.
         custom_ops: Operator libraries that the graph needs, with their names in
@@ -138,6 +145,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     warm_up: WarmUp = WarmUp()
     torch: TorchSection = TorchSection()
     steps: Steps = ()
+    remote: RemoteSection | None = None
 
 
 def model_file(path: Path, backend: str = "onnx") -> Path:

@@ -24,6 +24,8 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "[graph]": backends.GraphSection,
     "[python]": backends.PythonSection,
     "[torch]": backends.TorchSection,
+    "[remote]": backends.RemoteSection,
+    "[remote.tls]": backends.RemoteTls,
     "[[steps]]": backends.PipelineStep,
 }
 """The tables of a manifest, by their TOML header."""

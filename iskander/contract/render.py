@@ -26,7 +26,7 @@ def render_manifest(contract: Contract, manifest: Manifest) -> str:
 
 
 def render_entries(manifest: Manifest) -> str:
-    """The columns of a manifest, without its other tables."""
+    """The columns of a manifest and its remote server, without its other tables."""
     lines = ["format = 1", f"passthrough = {_value(manifest.passthrough)}"]
     if manifest.columns != "passthrough_first":
         lines.append(f"columns = {_value(manifest.columns)}")
@@ -35,6 +35,9 @@ def render_entries(manifest: Manifest) -> str:
             lines += ["", f"[[{side}]]"]
             built = msgspec.to_builtins(entry)
             lines += [f"{key} = {_value(value)}" for key, value in built.items()]
+    if manifest.remote is not None:
+        built = msgspec.to_builtins(manifest.remote)
+        lines += ["", "[remote]", *(f"{key} = {_value(value)}" for key, value in built.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -4,6 +4,7 @@
     worker -> gateway  Hello                 gateway -> worker  Load      -> Loaded | LoadFailed
     gateway -> worker  Welcome | Refused     gateway -> worker  Unload    -> Unloaded
                                              gateway -> worker  Execute   -> Done | Failed, Stepped
+                                             gateway -> worker  Probe     -> Probed
                                              gateway -> worker  Drain     -> (exit 0)
                                              worker -> gateway  Leaving   -> Drain
                                              worker -> gateway  Notice
@@ -21,7 +22,7 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 
 class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -175,6 +176,8 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag="x"):
         batch_id: Never reused by a gateway; at least 1.
         rows: Rows that the model runs with: those of the slices, and padding.
         bucket: Number of the bucket of all rows; 0 if the model has none.
+        deadline_ns: Deadline of the last caller; 0 if one of them has none.
+        hops: Gateways that its requests passed before this one, at most.
     """
 
     batch_id: int
@@ -182,6 +185,14 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag="x"):
     rows: int
     slices: tuple[Slice, ...]
     bucket: int = 0
+    deadline_ns: int = 0
+    hops: int = 0
+
+
+class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
+    """Check whether the remote server of a model is ready; answer `Probed`."""
+
+    model: int
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
@@ -247,6 +258,14 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     batch_id: int
     code: str
     message: str
+    retry_after_ms: int | None = None
+
+
+class Probed(msgspec.Struct, frozen=True, array_like=True, tag="probed"):
+    """Why the remote server of a model is not ready; empty if it is, or if there is none."""
+
+    model: int
+    reason: str
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
@@ -261,8 +280,8 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, tag="notice"):
 
 ToGatewayHandshake = Hello
 ToWorkerHandshake = Welcome | Refused
-ToWorker = Execute | Load | Unload | Drain
-ToGateway = Done | Failed | Stepped | Loaded | LoadFailed | Unloaded | Leaving | Notice
+ToWorker = Execute | Load | Unload | Probe | Drain
+ToGateway = Done | Failed | Stepped | Probed | Loaded | LoadFailed | Unloaded | Leaving | Notice
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(ToGatewayHandshake).decode

@@ -6,11 +6,13 @@ import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from iskander.config.schema import Config
 from iskander.control.attach import SOCKET_PATH_BYTES_MAX, LockFile
+from iskander.control.identity import LOCK
 from iskander.errors import ConfigError
 
 ATTACH_SOCKET = "attach.sock"
@@ -51,7 +53,7 @@ class RuntimeDirectory:
 
     def __init__(self, config: Config) -> None:
         self.path = _create_and_check(config)
-        self._lock = LockFile(self.path / "gateway.lock")
+        self._lock = LockFile(self.path / LOCK)
         if not self._lock.acquire():
             text = "locked by another gateway; set another directory"
             raise ConfigError(f"server.runtime_directory {self.path}: {text}")
@@ -97,14 +99,18 @@ def process_directory(folder: Path, index: int) -> Path:
     return path
 
 
+def runtime_path(config: Config, environment: Mapping[str, str], uid: int) -> Path:
+    """Return the path of a gateway's runtime directory, which may not exist."""
+    if configured := config.server.runtime_directory or environment.get("RUNTIME_DIRECTORY", ""):
+        return Path(configured)
+    base = Path(environment.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    address = "".join(c if c.isalnum() or c in ".-" else "-" for c in config.addresses[0])
+    return base / f"iskander-{uid}" / address
+
+
 def _create_and_check(config: Config) -> Path:
     configured = config.server.runtime_directory or os.environ.get("RUNTIME_DIRECTORY", "")
-    if configured:
-        folder = Path(configured)
-    else:
-        base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-        address = "".join(c if c.isalnum() or c in ".-" else "-" for c in config.addresses[0])
-        folder = base / f"iskander-{os.getuid()}" / address
+    folder = runtime_path(config, os.environ, os.getuid())
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         owned = [folder] if configured else [folder, folder.parent]

@@ -1,7 +1,7 @@
 """`iskander-gateway`: flags, configuration, signals, exit codes.
 
-Exit codes: 0 drained; 2 usage error; 69 workers not ready; 71 the system refused memory; 78 invalid
-configuration or model; 130 immediate stop by a second signal.
+Exit codes: 0 drained; 2 wrong usage; 69 workers not ready; 71 the system refused memory; 78 invalid
+configuration, model or manifest; 130 immediate stop by a second signal.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from iskander.build_info import describe
 from iskander.config.loader import Loaded, load_config
 from iskander.config.schema import Config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
+from iskander.exit_codes import ExitCode, summary
 from iskander.gateway.child_settings import read_settings
-from iskander.gateway.systemd import keep_alive, notify, notify_reloading
+from iskander.gateway.systemd import keep_alive
 from iskander.supervision.placement import PlacementPlan, plan
 from iskander.supervision.topology import read_topology, render_cpu_list
 from iskander.supervision.worker import SlotPlan
@@ -32,8 +33,6 @@ from iskander.transport.allocator import keep_large_blocks
 
 _PR_SET_PDEATHSIG = 1
 PARENT_PID = "ISKANDER_PARENT_PID"
-
-EXIT_NOT_READY, EXIT_MEMORY, EXIT_CONFIG, EXIT_AT_ONCE = 69, 71, 78, 130
 
 log = logging.getLogger("iskander.gateway")
 
@@ -45,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> None:
         description="Serve models over Arrow Flight: record batches in, predictions out. Starts "
         "the workers, listens, and drains on SIGTERM or SIGINT; a second signal ends it at once.",
         epilog="Environment: ISKANDER_SECTION__KEY=VALUE overrides the file, --set overrides both. "
-        "See also: iskander check FILE, iskander config reference.",
+        f"See also: iskander check FILE, iskander config reference. {summary('iskander-gateway')}",
     )
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="TOML file")
     parser.add_argument(
@@ -75,13 +74,13 @@ def main(words: Sequence[str] | None = None) -> None:
                 sys.exit(runner.run(_supervise(config, arguments)))
             keep_large_blocks()
             _pin(placed)
-            runner.run(_serve(config, placed.slots, arguments.process))
+            runner.run(_serve(config, placed.slots, arguments))
     except (ConfigError, ManifestError) as error:
-        _end(error, EXIT_CONFIG)
+        _end(error, ExitCode.CONFIG)
     except SegmentError as error:
-        _end(error, EXIT_MEMORY)
+        _end(error, ExitCode.MEMORY)
     except IskanderError as error:
-        _end(error, EXIT_NOT_READY)
+        _end(error, ExitCode.UNAVAILABLE)
 
 
 def _read(arguments: argparse.Namespace) -> Loaded:
@@ -115,15 +114,16 @@ async def _supervise(config: Config, arguments: argparse.Namespace) -> int:
     parent = Parent(config, command, lambda: _read(arguments).config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, parent.stop)
+        loop.add_signal_handler(number, parent.on_signal)
     loop.add_signal_handler(signal.SIGHUP, parent.roll)
     keep_alive()
     code = await parent.serve()
-    return EXIT_AT_ONCE if parent.is_forced else code
+    return ExitCode.INTERRUPTED if parent.is_forced else code
 
 
-async def _serve(config: Config, slots: list[SlotPlan], process: int | None) -> None:
-    """Run one gateway process until a signal; `process` is its index, None for a single one."""
+async def _serve(config: Config, slots: list[SlotPlan], arguments: argparse.Namespace) -> None:
+    """Run one gateway process until a signal."""
+    process: int | None = arguments.process  # None for a single one.
     name = "isk-gateway" if process is None else f"isk-gateway-{process}"
     Path("/proc/self/comm").write_text(name)
     stop = asyncio.Event()
@@ -131,22 +131,19 @@ async def _serve(config: Config, slots: list[SlotPlan], process: int | None) -> 
 
     def end_now() -> None:
         server.kill_workers()
-        os._exit(EXIT_AT_ONCE)
+        os._exit(ExitCode.INTERRUPTED)
 
     def on_signal(number: signal.Signals) -> None:
         # A child may receive several from the parent, a service manager, and prctl; only SIGQUIT
-        # stops it immediately.
-        if stop.is_set() and process is None:
+        # stops it immediately. The action `drain` is no signal: the first one after it is often
+        # that of a service manager.
+        if received and process is None:
             end_now()
         received.add(number)
         stop.set()
 
     def on_reload() -> None:
-        log.warning("SIGHUP: no reload with `server.processes` = 1; a restart applies the file")
-        if starting.done() and not stop.is_set():
-            where = ", ".join(server.addresses)
-            notify_reloading()
-            notify(READY="1", STATUS=f"serving on {where}; a restart applies the file")
+        operation.on_signal()
 
     def keeps_workers() -> bool:
         # The workers stop with the last process: after SIGINT from the parent, or its death. They
@@ -164,9 +161,15 @@ async def _serve(config: Config, slots: list[SlotPlan], process: int | None) -> 
         loop.add_signal_handler(signal.SIGHUP, on_reload)
     # Must precede the import of NumPy, which starts one BLAS thread per core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from iskander.gateway.operation import Operation, ask_parent
     from iskander.gateway.server import Server
 
+    def read_again() -> Config:
+        return _read(arguments).config
+
     server = Server(config, slots, process or 0)
+    operation = Operation(server, config, read_again, stop.set)
+    server.set_operation(operation.operate if process is None else ask_parent)
     starting = asyncio.create_task(server.start())
     keep_alive()
     stopping = asyncio.create_task(stop.wait())
@@ -184,14 +187,14 @@ def _end_with_parent() -> None:
     """Receive SIGTERM at the death of the parent. Source: prctl(2)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if not _has_parent():
-        os._exit(EXIT_AT_ONCE)  # It died before the prctl call.
+        os._exit(ExitCode.INTERRUPTED)  # It died before the prctl call.
 
 
 def _has_parent() -> bool:
     return os.getppid() == int(os.environ.get(PARENT_PID, os.getppid()))
 
 
-def _end(error: IskanderError, code: int) -> None:
+def _end(error: IskanderError, code: ExitCode) -> None:
     sys.stderr.write(f"iskander-gateway: {error.message}\n")
     sys.exit(code)
 

@@ -22,7 +22,7 @@ STEADY_NS = 10 * NS_PER_S
 """Uptime that resets the count of failures."""
 NOTICE_BYTES_MAX = 4096
 WATCHDOG_USEC = 4_000_000
-"""Watchdog period of the child, which sends two heartbeats in it."""
+"""Watchdog period of the child, which sends three heartbeats in it."""
 
 
 class ChildProcess:
@@ -33,6 +33,7 @@ class ChildProcess:
         failures: Unexpected exits in a row.
         has_notified: Whether the current child has sent a notification.
         notified_ns: Time of its start or last notification.
+        action: Action of an operator that the child passed on and the parent has not run.
     """
 
     def __init__(self, index: int, folder: Path, config: Config) -> None:
@@ -40,7 +41,7 @@ class ChildProcess:
         self.child: Child | None = None
         self.config = config
         self.is_ready = self.has_ready_models = self.has_notified = False
-        self.admin_address = ""
+        self.admin_address = self.action = ""
         self.starts = self.failures = 0
         self.timer: asyncio.TimerHandle | None = None
         self.notified_ns = self._started_ns = 0
@@ -107,6 +108,8 @@ class ChildProcess:
                 fields = dict(line.partition("=")[::2] for line in lines)
                 self.notified_ns, self.has_notified = now_ns(), True
                 self.admin_address = fields.get("X_ISKANDER_ADMIN", self.admin_address)
+                if self.action != "drain":  # It is final.
+                    self.action = fields.get("X_ISKANDER_ACTION", self.action)
                 if "READY" in fields or "STOPPING" in fields:
                     self.is_ready = "READY" in fields
                 if "X_ISKANDER_READY" in fields:

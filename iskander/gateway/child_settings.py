@@ -51,6 +51,7 @@ def fixed(config: Config) -> dict[str, object]:
             if model.own_workers
         ],
         "admin.address": config.admin.address,
+        "admin.page": config.admin.page,
         "http.address": config.http.address,
         "inferential.address": config.inferential.address,
     }

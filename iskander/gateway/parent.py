@@ -29,12 +29,14 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import Config
 from iskander.control.runtime_directory import ATTACH_SOCKET, RuntimeDirectory, process_directory
 from iskander.errors import IskanderError
+from iskander.file_watcher import ReloadStatus
 from iskander.gateway.child import ChildProcess
 from iskander.gateway.child_settings import fixed
 from iskander.gateway.secrets import require_secrets
 from iskander.gateway.systemd import notify, notify_reloading
 from iskander.repository.load_intents import LoadIntents
 from iskander.supervision.lifecycle import BACKOFF_MAX_S, backoff_s
+from iskander.telemetry.events import EventLog
 from iskander.transport.addresses import admin_address, require_addresses
 from iskander.transport.sockets import ReservedPorts
 
@@ -79,10 +81,12 @@ class Parent:
         self._ports = ReservedPorts()
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._is_stopping = self._was_ready = self.is_forced = False
+        self._is_stopping = self._is_signalled = self._was_ready = self.is_forced = False
         self._startup_code: int | None = None
         self._rolling: asyncio.Task[None] | None = None
         self._admin: AdminServer | None = None
+        self._events = EventLog()
+        self._reloads = ReloadStatus()
         self._checked_ns = now_ns()
         self._check_timer: asyncio.TimerHandle | None = None
 
@@ -107,12 +111,17 @@ class Parent:
             await self._release()
         return self._startup_code or 0
 
-    def stop(self) -> None:
-        """Drain and stop all processes; a second call stops them immediately."""
-        if self._is_stopping:
+    def on_signal(self) -> None:
+        """Drain and stop all processes; a second signal stops them immediately."""
+        if self._is_signalled:
             self.is_forced = True
             self._signal_all(signal.SIGQUIT)
             self._loop.call_later(KILL_DELAY_S, self._signal_all, signal.SIGKILL)
+        self._is_signalled = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Drain and stop all processes; idempotent."""
         self._is_stopping = True
         self._changed.set()
 
@@ -123,7 +132,9 @@ class Parent:
             return
         notify_reloading()
         before = self._config
-        if problem := self._read_settings():
+        problem = self._read_settings()
+        self._reloads.record(is_valid=not problem)
+        if problem:
             log.error(problem)
             self._notify_serving(f"; {problem}")
         else:
@@ -172,8 +183,14 @@ class Parent:
         if address := admin_address(self._config.admin):
             from iskander.telemetry.admin import AdminServer
             from iskander.telemetry.aggregate import render
+            from iskander.telemetry.aggregate_status import MergedStatus
 
-            self._admin = AdminServer(address, self.reasons, partial(render, self.processes))
+            page = partial(render, self.processes, self._reloads)
+            status = None
+            if self._config.admin.page:
+                self._events.start()
+                status = MergedStatus(self.processes, self.reasons, self._events).read
+            self._admin = AdminServer(address, self.reasons, page, read_status=status)
             await self._admin.start()
 
     def _start(self, process: ChildProcess) -> None:
@@ -192,6 +209,11 @@ class Parent:
 
     def _on_notice(self, process: ChildProcess) -> None:
         process.read_notices()
+        action, process.action = process.action, ""
+        if action == "drain":
+            self.stop()
+        elif action == "reload":
+            self.roll()
         self._changed.set()
 
     def _on_end(self, process: ChildProcess, pidfd: int) -> None:
@@ -334,6 +356,7 @@ class Parent:
             self._check_timer.cancel()
         if self._admin is not None:
             await self._admin.stop()
+        self._events.stop()
         for process in self.processes:
             if process.timer is not None:
                 process.timer.cancel()

@@ -9,14 +9,18 @@ import asyncio
 import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from iskander.auth.grants import Authenticator
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config.schema import Config
+from iskander.control.identity import gateway_id
 from iskander.control.runtime_directory import Member, RuntimeDirectory
+from iskander.errors import Draining
+from iskander.file_watcher import ReloadStatus
+from iskander.gateway.sources import create_sources, private_listener
 from iskander.gateway.systemd import notify, notify_changes
 from iskander.measurement.recent_values import RecentValues
 from iskander.memory.backing import BackingOptions, log_backing
@@ -37,17 +41,24 @@ from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.wakeup import BusyPolling
 from iskander.supervision.supervisor import Supervisor
 from iskander.supervision.worker import SlotPlan
+from iskander.telemetry.events import EventLog
+from iskander.telemetry.history_sampler import HistorySampler
 from iskander.telemetry.loop_lag import LoopLag
 from iskander.telemetry.metric_sources import MetricSources
 from iskander.telemetry.stats import collect
+from iskander.telemetry.status_reader import StatusReader
+from iskander.telemetry.tracing.export_process import ExportProcess
 from iskander.transport.addresses import admin_address, require_addresses, sharing_path
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.tls import Tls
 
 if TYPE_CHECKING:
     from iskander.telemetry.admin import AdminServer
+    from iskander.telemetry.status import Status
 
 log = logging.getLogger("iskander.server")
+
+Operate = Callable[[str], Awaitable[dict[str, Any]]]
 
 HTTP = "Open Inference Protocol over HTTP"
 
@@ -66,9 +77,11 @@ class Server:
     def __init__(self, config: Config, slots: list[SlotPlan], index: int = 0) -> None:
         self._config = config
         require_addresses(config)
+        self._traces = ExportProcess(config.tracing) if config.tracing.enabled else None
         self._runtime = RuntimeDirectory(config)
         self._member = Member.of(self._runtime.path, index, config.server.processes)
         self._started_ns = now_ns()
+        self.reloads = ReloadStatus()
         self._is_stopping = self._is_started = False
         self._recent = RecentValues()
         self._models = configured(config, self._recent)
@@ -79,6 +92,7 @@ class Server:
         self._connection_limits = ConnectionLimits(config)
         busy_polling = BusyPolling(config.server.busy_poll_us)
         self._dispatcher = Dispatcher(self._input_arena, self._models.by_key, busy_polling)
+        self._dispatcher.tracer = None if self._traces is None else self._traces.recorder
         self._supervisor = Supervisor(
             config,
             slots,
@@ -100,15 +114,17 @@ class Server:
         self._tls = Tls(config.tls)
         self._access = Authenticator(config.access, self._on_access)
         self._models.hides_models = bool(config.access.tokens)
-        self._create_services(sharing_path(config, index))
+        self._create_services(sharing_path(config, index), slots)
         self._lag = LoopLag()
+        self._events = EventLog()
+        self._sampler = HistorySampler(self._models)
         self._sources = self._metric_sources()
         self._admin: AdminServer | None = None
         self._admin_address = ""
         self._protocol_addresses: dict[str, str] = {}
         self.addresses: list[str] = []
 
-    def _create_services(self, sharing: Path) -> None:
+    def _create_services(self, sharing: Path, slots: list[SlotPlan]) -> None:
         config, models, arena = self._config, self._models, self._input_arena
         self._peers = Peers(
             self._repository, self._member, self._runtime.path, config.workers.start_s
@@ -125,6 +141,9 @@ class Server:
             recent=self._recent,
             regions=self._regions,
         )
+        self._flight.sources = create_sources(
+            config, self._runtime.path, self._member, models, self._flight, slots
+        )
         self._submitter = RequestSubmitter(arena, self._dispatcher, config.limits)
         self._oip = OipService(models, self._submitter, self._peers)
         self._grpc = GrpcServer(
@@ -135,6 +154,7 @@ class Server:
             self._tls,
             limits=config.limits,
             connection_limits=self._connection_limits,
+            own_id=gateway_id(self._runtime.path),
         )
         self._load_reports = LoadReports(models, self._grpc.set_load_trailer)
         self._inferential = InferentialService(
@@ -159,6 +179,15 @@ class Server:
 
             self._protocols[HTTP] = OipHttpServer(services, self._oip, config.http)
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the start is complete, and the drain has not begun."""
+        return self._is_started and not self._is_stopping
+
+    def set_operation(self, operate: Operate) -> None:
+        """Set the function that runs the actions `drain` and `reload`."""
+        self._flight.operate = operate
+
     async def start(self) -> None:
         """Listen, start the workers, and wait until every model is ready.
 
@@ -168,10 +197,13 @@ class Server:
         config = self._config
         if address := admin_address(config.admin):
             from iskander.telemetry.admin import AdminServer  # The import costs 0.1 s.
-            from iskander.telemetry.metrics import Collector
+            from iskander.telemetry.metrics import SCOPES, Collector
+            from iskander.telemetry.triton_metrics import TRITON_SCOPE
 
-            render, limits = Collector(self._sources).render, self._connection_limits
-            self._admin = AdminServer(address, self._models.reasons, render, limits)
+            scopes = (*SCOPES, TRITON_SCOPE) if config.admin.triton_metrics else SCOPES
+            render, limits = Collector(self._sources, scopes).render, self._connection_limits
+            status = self._start_status() if config.admin.page else None
+            self._admin = AdminServer(address, self._models.reasons, render, limits, status)
             self._admin_address = await self._admin.start()
         self._access.start()
         self._tls.start()
@@ -233,6 +265,10 @@ class Server:
         if not await self._wait_while(self._has_work, drain_s):
             text = "not drained in %g s (`server.drain_s`): %s"
             log.warning(text, drain_s, self._describe_work())
+            if self._flight.sources is not None:
+                self._flight.sources.stop(
+                    Draining("the server is stopping; repeat the read on another")
+                )
         await self._stop_listeners(GRACE_S)
         if keeps_workers():
             self._supervisor.release_workers()
@@ -240,6 +276,17 @@ class Server:
             await self._supervisor.stop()
         await self._release()
         log.info("stopped")
+
+    def configure(self, config: Config) -> None:
+        """Apply the `Live` settings of a configuration that differs in no others."""
+        self._config = config
+        limits = config.limits
+        self._input_arena.configure(limits)
+        self._flight.configure(limits)
+        self._grpc.configure(limits)
+        self._submitter.limits = self._inferential.limits = limits
+        self._repository.configure(config)
+        logging.getLogger().setLevel(config.admin.log_level.upper())
 
     async def abandon(self) -> None:
         """Stop the workers and release all resources after a failed start."""
@@ -262,9 +309,24 @@ class Server:
             "process": self._member.number,
             "inferential": self._inferential.stats(),
             "access": self._access.stats(),
+            "sources": {} if self._flight.sources is None else self._flight.sources.stats(),
         }
 
+    def _start_status(self) -> Callable[[], Awaitable[Status]]:
+        """Start to collect what the page shows; return its reader."""
+        self._events.start()
+        self._sampler.start()
+        history, process = self._sampler.history, self._member.number
+        return StatusReader(self._sources, history, self._events, process).read
+
     def _metric_sources(self) -> MetricSources:
+        sources = self._flight.sources
+        limits = self._connection_limits
+        reloads = (
+            ("configuration", None if self._member.peers else self.reloads),
+            ("tokens", self._access.reloads),
+            ("tls", self._tls.reloads),
+        )
         return MetricSources(
             started_ns=self._started_ns,
             models=self._models,
@@ -277,16 +339,24 @@ class Server:
             loop_lag_ns=self._lag.lag_ns,
             clients=self._inferential.sessions,
             outcomes=self._inferential.metrics.outcomes,
+            spans={} if self._traces is None else self._traces.recorder.counts,
             refused=self._access.refused,
-            budget=self._connection_limits.budget,
-            connections_ended=self._connection_limits.ended,
+            budget=limits.budget,
+            connections=lambda: limits.open_count,
+            connections_max=lambda: limits.descriptors.connections_max,
+            connections_ended=limits.ended,
+            calls_ended=limits.calls_ended,
+            reloads={name: each for name, each in reloads if each is not None},
+            expiry_s=lambda: self._tls.expiry_s,
+            reads=() if sources is None else sources.reads,
+            read_counts={} if sources is None else sources.counts,
         )
 
     def _on_change(self) -> None:
         """Publish the readiness to health watchers, and to the parent if there is one."""
         self._repository.update()
         self._health.publish()
-        if self._member.peers and self._is_started and not self._is_stopping:
+        if self._member.peers and self.is_serving:
             notify_changes(X_ISKANDER_READY=str(int(self._models.is_ready)))
 
     def _on_access(self) -> None:
@@ -301,12 +371,22 @@ class Server:
         config = self._config
         start = self._grpc.start
         self.addresses = await start(config.server, config.addresses, is_shared=is_shared)
+        if self._flight.sources is not None:
+            reads = self._flight.sources.address
+            await start(private_listener(config.server), (reads,))
         await self._inferential.start()
         self._regions.start()
         for name, protocol in self._protocols.items():
             address = await protocol.start(is_shared=is_shared)
             self._protocol_addresses[name] = address
             log.info("%s on %s", name, address)
+        if self._traces is not None:
+            listeners = {
+                "grpc": self.addresses,
+                "http": [self._protocol_addresses.get(HTTP, "")],
+                "zmq": [self._inferential.address.removeprefix("tcp://")],
+            }
+            self._traces.start(self._member.number, listeners)
 
     async def _wait_while(self, condition: Callable[[], bool], wait_s: float) -> bool:
         """Wait for a condition to end, and log the progress; return False after the timeout."""
@@ -323,7 +403,7 @@ class Server:
         return True
 
     def _has_work(self) -> bool:
-        is_open = self._flight.exchanges or self._submitter.calls or self._inferential.has_work
+        is_open = self._flight.has_work or self._submitter.calls or self._inferential.has_work
         return bool(is_open or self._dispatcher.in_flight or self._queued() or self._unsent())
 
     def _unsent(self) -> int:
@@ -350,7 +430,11 @@ class Server:
     async def _release(self) -> None:
         if self._admin is not None:
             await self._admin.stop()
-        timers = (self._lag, self._load_reports)
+        if self._flight.sources is not None:
+            await self._flight.sources.close()
+        if self._traces is not None:
+            await self._traces.stop()
+        timers = (self._lag, self._load_reports, self._sampler, self._events)
         for part in (*timers, self._connection_limits, self._access, self._tls):
             part.stop()
         self._dispatcher.alarm.clear()

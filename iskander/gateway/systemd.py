@@ -17,6 +17,8 @@ import socket
 from iskander.clock import NS_PER_US, now_ns
 
 RESEND_S = 0.25
+HEARTBEATS = 3
+"""Heartbeats in a watchdog period: one that a busy loop sends late is still in time."""
 _US_PER_S = 1_000_000
 
 
@@ -74,7 +76,7 @@ def keep_alive() -> None:
         period_us = int(os.environ.get("WATCHDOG_USEC", "0"))
         if period_us > 0:
             _send_datagram({"WATCHDOG": "1"})
-            asyncio.get_running_loop().call_later(period_us / 2 / _US_PER_S, keep_alive)
+            asyncio.get_running_loop().call_later(period_us / HEARTBEATS / _US_PER_S, keep_alive)
 
 
 def _send_datagram(fields: dict[str, str]) -> bool:

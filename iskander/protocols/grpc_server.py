@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from iskander.auth.grants import Authenticator, Grant
 from iskander.config.schema import LimitsConfig, ServerConfig
+from iskander.control.identity import ORIGIN
 from iskander.errors import (
     INTERNAL,
     ConfigError,
@@ -23,6 +24,7 @@ from iskander.errors import (
     LimitExceeded,
     MalformedInput,
     Overloaded,
+    RemoteLoop,
     Unauthenticated,
     Unsupported,
 )
@@ -93,20 +95,31 @@ class GrpcServer:
         *,
         limits: LimitsConfig,
         connection_limits: ConnectionLimits,
+        own_id: str = "",
     ) -> None:
+        self._own_id = own_id
         self._paths: list[BoundPath] = []
         self._access = access
         self._flight_methods = _flight(flight_service)
         check, watch = _unary(health_service.check), _with_request(health_service.watch)
         health_methods = _by_path(health.SERVICE, {"Check": check, "Watch": watch})
-        reflect = ReflectionService(limits.streams).info
+        self._health = health_service
+        self._reflection = ReflectionService(limits.streams)
+        reflect = self._reflection.info
         reflection_methods: dict[str, Serve] = {
             f"/{name}/ServerReflectionInfo": partial(reflect, module=module)
             for name, module in reflection.SERVICES.items()
         }
         self._reflection_paths = frozenset(reflection_methods)
-        self._methods = self._flight_methods | _oip(oip_service)
-        self._methods |= health_methods | reflection_methods
+        methods_by_protocol = {
+            "flight": self._flight_methods,
+            "oip": _oip(oip_service),
+            "health": health_methods,
+            "reflection": reflection_methods,
+        }
+        self._methods: dict[str, Serve] = {}
+        for methods in methods_by_protocol.values():
+            self._methods |= methods
         self._inline_methods = {MODEL_INFER: oip_service.infer_inline}
         self._listener = Listener(
             self._serve,
@@ -118,6 +131,14 @@ class GrpcServer:
             limits=connection_limits,
             tls=tls.context(HTTP2),
         )
+        self._listener.protocols = {
+            path: name for name, methods in methods_by_protocol.items() for path in methods
+        }
+
+    def configure(self, limits: LimitsConfig) -> None:
+        """Apply the limits of open calls; that of one connection applies to new connections."""
+        self._health.watchers_max = self._reflection.streams_max = limits.streams
+        self._listener.calls_max = limits.streams + CALLS_SLACK
 
     def set_load_trailer(self, encoded: bytes) -> None:
         """Set the header field that the trailers of all calls end with from now on."""
@@ -160,8 +181,11 @@ class GrpcServer:
                         self._reject(call, error)
 
     def stop_accepting(self) -> None:
-        """Stop accepting connections; open ones continue."""
-        self._listener.stop_accepting()
+        """Stop accepting connections of ports; open ones, and unix sockets, continue.
+
+        Reader processes of open reads connect to a unix socket.
+        """
+        self._listener.stop_accepting(keeps_unix=True)
 
     async def stop(self, grace_s: float) -> None:
         """Stop listening; after `grace_s` close the open connections."""
@@ -186,6 +210,8 @@ class GrpcServer:
             serve = self._methods.get(call.path)
             if serve is None:
                 raise Unsupported(f"unknown method `{call.path[:200]}`")
+            if (ORIGIN, self._own_id) in call.metadata:
+                raise RemoteLoop("the remote server of this model is this server itself")
             call.grant = self._access.grant(call.metadata, is_probe=call.path in PROBES)
             await serve(call)
         except Exception as error:

@@ -29,7 +29,7 @@ class HealthService:
 
     def __init__(self, models: Models, watchers_max: int) -> None:
         self._models = models
-        self._watchers_max = watchers_max
+        self.watchers_max = watchers_max
         self._watchers = 0
         self._is_stopped = False
         self._changed = asyncio.Event()
@@ -55,7 +55,7 @@ class HealthService:
     async def watch(self, raw: bytes, call: Call) -> None:
         """Send the current status and each change."""
         name, last = _service_name(raw, call.grant), None
-        limit = self._watchers_max // (ANONYMOUS_DIVISOR if call.grant.is_anonymous else 1)
+        limit = self.watchers_max // (ANONYMOUS_DIVISOR if call.grant.is_anonymous else 1)
         if self._watchers >= limit:
             count = f"{self._watchers} open, limit {limit} (`limits.streams`)"
             raise Overloaded(f"too many watch streams: {count}")

@@ -37,15 +37,15 @@ class ReflectionService:
     """Methods of the ServerReflection service."""
 
     def __init__(self, streams_max: int) -> None:
-        self._streams_max = streams_max
+        self.streams_max = streams_max
         self._streams = 0
 
     async def info(self, call: Call, module: Any) -> None:  # noqa: ANN401
         """Answer the requests of a stream in order; `module` has the messages of a version."""
-        if self._streams >= self._streams_max:
+        if self._streams >= self.streams_max:
             raise Overloaded(
                 f"too many reflection streams: {self._streams} open, "
-                f"limit {self._streams_max} (`limits.streams`)"
+                f"limit {self.streams_max} (`limits.streams`)"
             )
         self._streams += 1
         try:

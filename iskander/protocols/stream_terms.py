@@ -20,7 +20,9 @@ from iskander.protocols.terms import (
     read_headers,
     read_metadata,
 )
+from iskander.protocols.trace_context import context_of_headers, parse_context
 from iskander.scheduling.request import NEVER_NS, PRIORITY_DEFAULT, Terms
+from iskander.scheduling.tracing import TraceContext
 
 CACHE_MAX: Final = 64
 
@@ -31,7 +33,7 @@ class StreamTerms:
     """Terms of one stream; raises MalformedInput if an `iskander-` header is invalid.
 
     The tenant of the source prefixes client names, so that no caller can use a name of another
-    token.
+    token. The trace context is read only if the call `is_traced`.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class StreamTerms:
         headers: Sequence[tuple[str, Any]],
         deadline_ns: int | None,
         source: Source = UNKNOWN_SOURCE,
+        *,
+        is_traced: bool = False,
     ) -> None:
         self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns  # Of the call.
         self._source = source
@@ -49,8 +53,14 @@ class StreamTerms:
         self._client = self._qualified(terms.client or f"stream {next(_numbers)}")
         # Selects the call's version among version shares.
         self.route_key = terms.route_key or terms.client or self._client
+        self._is_traced = is_traced
+        self.trace = context_of_headers(headers) if is_traced else None  # Caller's span.
         is_default = terms is NO_HEADER_TERMS
-        self._default = Terms(self._client, source=source) if is_default else self._merge(terms)
+        self._default = (
+            Terms(self._client, source=source, trace=self.trace)
+            if is_default
+            else self._merge(terms)
+        )
 
     def of(self, app_metadata: bytes) -> Terms:
         """Return the terms of a batch; raises MalformedInput if they are invalid."""
@@ -66,7 +76,7 @@ class StreamTerms:
             terms = self._merge(own)
             if len(self._cache) >= CACHE_MAX:
                 self._cache.clear()
-            if own.timestamp_ns is None:
+            if own.timestamp_ns is None and own.traceparent is None:
                 self._cache[app_metadata] = terms
         return terms
 
@@ -96,7 +106,15 @@ class StreamTerms:
             is_newest_wins=bool(_first(own.newest_wins, stream.newest_wins)),
             is_alone=bool(_first(own.run_alone, stream.run_alone)),
             source=self._source,
+            hops=stream.hops,
+            trace=self._trace_of(own),
         )
+
+    def _trace_of(self, own: ClientTerms) -> TraceContext | None:
+        """The trace context of a batch: its own if it has a valid one, else that of the call."""
+        if not self._is_traced or own.traceparent is None:
+            return self.trace
+        return parse_context(own.traceparent, own.tracestate or "") or self.trace
 
     def _qualified(self, client: str) -> str:
         tenant = self._source.tenant

@@ -16,10 +16,12 @@ from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.errors import INTERNAL, Draining, IskanderError, Overloaded, detach
 from iskander.protocols.tensors import RequestTensors
+from iskander.protocols.traced_call import TracedCall
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS, NO_TERMS, Caller, Request, Terms
+from iskander.scheduling.tracing import Tracer
 
 log: Final = logging.getLogger("iskander.submit")
 
@@ -63,6 +65,11 @@ class RequestSubmitter:
         self.calls: dict[OpenCall, Callable[[], None]] = {}  # With their drain callbacks.
         # Requests waiting for arena space; bounded by the open calls, each with its own limit.
         self._entering: dict[Request, asyncio.Task[None]] = {}
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """Recorder of traces; None if tracing is off."""
+        return self._dispatcher.tracer
 
     def drain(self) -> None:
         """Reject new requests; admitted ones are still answered."""
@@ -109,6 +116,7 @@ class RequestSubmitter:
         *,
         terms: Terms = NO_TERMS,
         call_deadline_ns: int = NEVER_NS,
+        traced: TracedCall | None = None,
     ) -> bytes | memoryview:
         """Submit a request and return its results, in the layout of the contract's outputs.
 
@@ -121,7 +129,12 @@ class RequestSubmitter:
         caller = _Caller()
         try:
             request = self.submit(
-                lane, offered, caller, terms=terms, call_deadline_ns=call_deadline_ns
+                lane,
+                offered,
+                caller,
+                terms=terms,
+                call_deadline_ns=call_deadline_ns,
+                traced=traced,
             )
             try:
                 return await caller.results
@@ -139,11 +152,13 @@ class RequestSubmitter:
         *,
         terms: Terms = NO_TERMS,
         call_deadline_ns: int = NEVER_NS,
+        traced: TracedCall | None = None,
     ) -> Request:
         """Submit a request; `caller` receives the results or the error.
 
         An immediate rejection raises `IskanderError`, without a call of `caller`. A rejection
-        during the wait for arena space calls `caller.fail`.
+        during the wait for arena space calls `caller.fail`. The request is that of the call
+        `traced`, if there is one.
         """
         self._require_running()
         request = Request(
@@ -156,6 +171,8 @@ class RequestSubmitter:
             call_deadline_ns=call_deadline_ns,
             bucket=offered.bucket,
         )
+        if traced is not None:
+            traced.request = request
         if self._input_arena.admit(request):
             self._dispatcher.submit(request)
         else:

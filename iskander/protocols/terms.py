@@ -21,13 +21,15 @@ import msgspec
 from msgspec import Meta
 
 from iskander.decoders import thread_safe
-from iskander.errors import MalformedInput
+from iskander.errors import MalformedInput, RemoteLoop
+from iskander.protocols.trace_context import STATE_CHARACTERS_MAX
 from iskander.scheduling.request import PRIORITY_MAX
 
 HEADER_PREFIX: Final = "iskander-"
 KEY: Final = b"iskander"
 """Metadata without this key contains no terms."""
 DAY_MS = 86_400_000
+HOPS_MAX: Final = 4
 
 Milliseconds = Annotated[float, Meta(ge=0, le=DAY_MS)]
 
@@ -48,6 +50,9 @@ class ClientTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             then give equal bits, whatever else the server computes.
         route_key: Selects a version by the versions' shares; equal keys select the same version.
             Default: the client's name. A Flight stream sends it in its headers.
+        traceparent: Trace context of a batch, in place of the one of its call (W3C Trace Context).
+            Without `tracing.enabled` it has no effect.
+        tracestate: Belongs to `traceparent`.
     """
 
     client: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
@@ -60,6 +65,8 @@ class ClientTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     newest_wins: bool | None = None
     run_alone: bool | None = None
     route_key: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    traceparent: Annotated[str, Meta(max_length=128)] | None = None
+    tracestate: Annotated[str, Meta(max_length=STATE_CHARACTERS_MAX)] | None = None
 
 
 @thread_safe
@@ -69,10 +76,14 @@ class HeaderTerms(ClientTerms, frozen=True, forbid_unknown_fields=True):
     Attributes:
         errors: `end`: the error of a batch ends the stream; `in-band`: it replaces the result.
         region: Name of the shared-memory region with the client's batches.
+        read: Identity of the read of a source whose reader process sends the stream.
+        hops: Gateways that the call passed before, each with a remote model.
     """
 
     errors: Literal["end", "in-band"] = "end"
     region: str = ""
+    read: str = ""
+    hops: Annotated[int, Meta(ge=0)] = 0
 
 
 NO_HEADER_TERMS: Final = HeaderTerms()
@@ -90,7 +101,12 @@ _MSGPACK = (
 
 
 def read_headers(headers: Iterable[tuple[str, Any]]) -> HeaderTerms:
-    """Parse the `iskander-` headers of a call; raises MalformedInput for an invalid one."""
+    """Parse the `iskander-` headers of a call.
+
+    Raises:
+        MalformedInput: A header is invalid.
+        RemoteLoop: The call passed more than `HOPS_MAX` gateways.
+    """
     fields = {
         name.removeprefix(HEADER_PREFIX).replace("-", "_"): value
         for name, value in headers
@@ -104,6 +120,11 @@ def read_headers(headers: Iterable[tuple[str, Any]]) -> HeaderTerms:
         raise MalformedInput(f"the call's `{HEADER_PREFIX}` headers: {error}") from None
     if terms.timestamp_ns is not None:
         raise MalformedInput(f"`{HEADER_PREFIX}timestamp-ns` applies to one batch, not to a call")
+    if terms.hops > HOPS_MAX:
+        raise RemoteLoop(
+            f"the call passed {terms.hops} gateways, limit {HOPS_MAX}: their remote models form a "
+            "loop"
+        )
     return terms
 
 

@@ -49,6 +49,14 @@ class ModelReader:
         self._loading = loading_spec(config)
         self._configured = {(m.name, str(m.version)): m for m in config.models}
         self._names = {name for name, _ in self._configured}
+        self.set_lanes(config)
+
+    def set_lanes(self, config: Config) -> None:
+        """Use the lanes of the configuration for later generations of its models.
+
+        The fingerprints stay: another lane is no reason to load a model again.
+        """
+        self._lanes = {(m.name, str(m.version)): m.lane for m in config.models}
 
     def is_configured(self, name: str) -> bool:
         """Whether a model comes from the configuration."""
@@ -76,7 +84,10 @@ class ModelReader:
     def of_configuration(self, name: str) -> Found:
         """Read the versions of a model of the configuration."""
         return {
-            version: _read_or_error(model, partial(model_spec, 0, model, self._loading))
+            version: _read_or_error(
+                msgspec.structs.replace(model, lane=self._lanes[each, version]),
+                partial(model_spec, 0, model, self._loading),
+            )
             for (each, version), model in self._configured.items()
             if each == name
         }

@@ -76,6 +76,15 @@ class Repository:
         models.freshness.fingerprint_of = self._fingerprint_of
         models.freshness.on_checked = on_change
 
+    def configure(self, config: Config) -> None:
+        """Apply the lanes of the configured models, also to lanes that are loading."""
+        self._reader.set_lanes(config)
+        lanes = {(each.name, str(each.version)): each.lane for each in config.models}
+        for lane in self.models.by_key.values():
+            key = (lane.model.name, lane.model.version)
+            if key in lanes:
+                lane.configure(lanes[key])
+
     def is_controlled_by_calls(self, name: str) -> bool:
         """Whether API calls load and unload this model."""
         return self._is_explicit and not self._reader.is_configured(name)

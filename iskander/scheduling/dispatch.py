@@ -16,7 +16,7 @@ from typing import Final
 
 from iskander.clock import now_ns
 from iskander.control.messages import Done, Execute, Failed, Slice, encode
-from iskander.errors import IskanderError
+from iskander.errors import IskanderError, RemoteUnavailable
 from iskander.measurement.counters import Counters
 from iskander.scheduling.admission import doomed_error, expired_error
 from iskander.scheduling.batcher import Formed
@@ -27,6 +27,7 @@ from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS, Request
 from iskander.scheduling.results import copy_results, copy_small_results
 from iskander.scheduling.retry import after_failure, after_loss, results_error, undo_parts
+from iskander.scheduling.tracing import LOST, Tracer
 from iskander.scheduling.wakeup import Alarm, BusyPolling
 from iskander.scheduling.worker_slot import BatchPart, InFlightBatch, WorkerSlot
 
@@ -39,6 +40,8 @@ class Dispatcher:
     Attributes:
         alarm: Timer that calls `pump` without an event.
         end_worker: Ends a worker after a failed send; `on_lost` follows.
+        on_unreachable: Called when the remote server of a lane could not be reached.
+        tracer: Records the requests; None if tracing is off.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self.alarm = Alarm(self.pump)
         self.end_worker: Callable[[WorkerSlot], None] = lambda worker: worker.kill()
+        self.on_unreachable: Callable[[Lane, IskanderError], None] = lambda lane, error: None
+        self.tracer: Tracer | None = None
         self.counts = Counters()
 
     @property
@@ -87,6 +92,8 @@ class Dispatcher:
         if not lane.queue.requests:
             lane.catch_up()
         now = now_ns()
+        if self.tracer is not None:
+            request.queued_before = lane.queue.requests
         for victim, error in lane.put(request, now):
             self._completion.reject(victim, error)
         if lane.is_brief(request):
@@ -149,6 +156,8 @@ class Dispatcher:
         if batch is None:
             return
         lane = batch.lane
+        if self.tracer is not None:
+            self.tracer.on_batch(worker, batch, done.batch_id, now, run_ns=done.run_ns)
         worker.batches += 1
         lane.on_ran(worker, batch.run_rows, done.run_ns, now)
         lane.virtual_ns += (done.run_ns - batch.expected_ns) / lane.config.weight
@@ -161,11 +170,24 @@ class Dispatcher:
 
     def on_failed(self, worker: WorkerSlot, failed: Failed) -> None:
         """Handle a batch that a worker could not compute."""
-        batch = self._pop_batch(worker, failed.batch_id, now_ns())
+        now = now_ns()
+        batch = self._pop_batch(worker, failed.batch_id, now)
         if batch is None:
             return
+        if self.tracer is not None:
+            self.tracer.on_batch(worker, batch, failed.batch_id, now, outcome=failed.code)
         worker.output_arena.give_back(batch.output)
-        error = IskanderError.from_wire({"code": failed.code, "message": failed.message})
+        error = IskanderError.from_wire(
+            {
+                "code": failed.code,
+                "message": failed.message,
+                "retry_after_ms": failed.retry_after_ms,
+            }
+        )
+        if error.code == RemoteUnavailable.code:
+            self.on_unreachable(batch.lane, error)
+        else:
+            batch.lane.unreachable = 0
         is_shared = len({part.request for part in batch.parts}) > 1
         for request in undo_parts(batch.parts):
             self._completion.fail_or_retry(
@@ -182,6 +204,8 @@ class Dispatcher:
         batches = dict(worker.in_flight)
         worker.in_flight.clear()
         for batch_id, batch in batches.items():
+            if self.tracer is not None:
+                self.tracer.on_batch(worker, batch, batch_id, now_ns(), outcome=LOST)
             for request in undo_parts(batch.parts):
                 error = after_loss(request, was_running=batch_id == running_id)
                 if error is not None and not request.is_over:
@@ -244,10 +268,13 @@ class Dispatcher:
         slices: list[Slice] = []
         waits_ns: list[int] = []
         rows, offset = 0, output.offset
+        deadline_ns = hops = 0
         for index, (request, picked) in enumerate(picks):
             first, count = lane.take(request, picked)
             request.running += 1
             request.sent_ns = now
+            deadline_ns = max(deadline_ns, request.deadline_ns)
+            hops = max(hops, request.terms.hops)
             waits_ns.append(now - request.arrived_ns)
             parts.append(BatchPart(request, first, count, offset))
             slices.append(Slice(request.body_offset, request.rows, first, count, offset))
@@ -264,7 +291,9 @@ class Dispatcher:
         lane.counts[formed.reason] += 1
         lane.on_sent(rows, waits_ns, now)
         bucket = parts[0].request.shape
-        return Execute(self._batch_id, lane.model.key, run_rows, tuple(slices), bucket)
+        deadline_ns = deadline_ns if deadline_ns < NEVER_NS else 0
+        key = lane.model.key
+        return Execute(self._batch_id, key, run_rows, tuple(slices), bucket, deadline_ns, hops)
 
     def _send(self, worker: WorkerSlot, messages: list[Execute]) -> None:
         """Send batches to a worker, or end it so that they run elsewhere."""

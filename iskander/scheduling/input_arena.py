@@ -40,11 +40,15 @@ class InputArena:
         self.segment = Segment.create("iskander-input", capacity_bytes, options, is_read_only=True)
         self.arena = Arena(capacity_bytes)
         self._reserve_bytes = reserve_of(self.arena.capacity_bytes // GRAIN_BYTES) * GRAIN_BYTES
-        self._wait_ms = limits.arena_wait_ms
-        self._result_bytes = limits.result_bytes
+        self.configure(limits)
         self._leased: dict[Source, int] = {}
         # By source, in round-robin order.
         self._waiting: dict[Source, deque[tuple[int, asyncio.Future[Lease]]]] = {}
+
+    def configure(self, limits: LimitsConfig) -> None:
+        """Apply the limits to later requests."""
+        self._wait_ms = limits.arena_wait_ms
+        self._result_bytes = limits.result_bytes
 
     def admit(self, request: Request) -> bool:
         """Check a request and copy it into the arena, if that is possible at once.

@@ -21,6 +21,7 @@ from iskander.errors import (
     ModelQuarantined,
     NotReady,
     QueueFull,
+    RemoteUnavailable,
     Superseded,
 )
 from iskander.measurement.counters import Counters
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 Slot = TypeVar("Slot", bound="WorkerSlot")
 
 RETRY_NOT_READY_MS: Final = 500
+RETRY_OUTAGE_MS: Final = 1000
+"""The interval of the checks of a remote server during an outage."""
 RETRY_MOST_MS: Final = 60_000
 PROBE_NS: Final = NS_PER_S
 BRIEF_NS: Final = 100 * NS_PER_US
@@ -87,6 +90,8 @@ class Lane:
         is_retired: It was replaced or unloaded, or failed to load, and is not served again.
         is_stale: The model files have changed since it was loaded.
         quarantine: Quarantine in force; None: requests are accepted.
+        outage: Why the remote server of the model cannot be reached; empty if it can.
+        unreachable: Batches in a row that failed because it could not be reached.
         is_isolated: It runs in a dedicated worker, because its batches crashed others.
         refusal: Error of a worker that could not load the model.
         entering: Number of requests before the queue: being read, or waiting for arena memory.
@@ -100,15 +105,11 @@ class Lane:
         recent: RecentValues | None = None,
     ) -> None:
         self.model = model
-        self.config = config
-        self._unreserved = Unreserved(config)
         self.quorum = quorum
         self.contract: Contract | None = None
         self.files_sha256 = ""
         self.workers: dict[int, WorkerSlot] = {}
         self.is_awaiting_worker = False
-        self.ttl_ns = int(config.ttl_ms * NS_PER_MS) or NEVER_NS
-        self.has_limits = bool(config.deadline_ms or config.staleness_ms)
         self.arrivals = ArrivalPredictor()
         self.costs: dict[int, CostModel] = {}
         self.virtual_ns = 0.0
@@ -117,6 +118,7 @@ class Lane:
         self.metrics = LaneMetrics(model, recent or RecentValues())
         self.rules = Rules(model.rows_max)
         self._policy = make_policy(config)
+        self.configure(config)
         self.queue = WaitingQueue(is_fair=getattr(self._policy, "is_fair", False))
         self.layouts_by_bucket: tuple[LayoutCache, ...] = ()
         self.ran_ns = -PROBE_NS
@@ -124,6 +126,8 @@ class Lane:
         self.is_retired = self.is_stale = self.is_isolated = False
         self.refusal: IskanderError | None = None
         self.quarantine: Quarantine | None = None
+        self.outage = ""
+        self.unreachable = 0
         self.entering = 0
         self._newest: dict[str, Request] = {}
         self._margin = Margin()
@@ -165,9 +169,10 @@ class Lane:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a quorum of stable workers accepts batches and there is no quarantine."""
+        """Whether a quorum of stable workers accepts batches: no quarantine, and no outage."""
         return (
             self.quarantine is None
+            and not self.outage
             and sum(not worker.is_looping for worker in self.workers.values()) >= self.quorum
         )
 
@@ -190,10 +195,22 @@ class Lane:
         """Arena layouts of the first bucket; requires a contract."""
         return self.layouts_by_bucket[0]
 
+    def configure(self, config: LaneConfig) -> None:
+        """Apply the settings, except those of the policy; a queued request keeps its expiry."""
+        self.config = config
+        self._unreserved = Unreserved(config)
+        self.ttl_ns = int(config.ttl_ms * NS_PER_MS) or NEVER_NS
+        self.has_limits = bool(config.deadline_ms or config.staleness_ms)
+        if self.contract is not None:
+            self._make_rules(self.contract)
+
     def set_contract(self, contract: Contract) -> None:
         """Apply the contract that the first worker compiled."""
         self.contract = contract
         self.layouts_by_bucket = tuple(map(LayoutCache, variants(contract)))
+        self._make_rules(contract)
+
+    def _make_rules(self, contract: Contract) -> None:
         rules = make_rules(
             self.config, self.model.rows_max, contract.rows_fixed, self._policy.linger_ns
         )
@@ -227,9 +244,17 @@ class Lane:
             self.arrivals.observe(request.terms.client, request.arrived_ns, budget_ns)
 
     def require_worker(self) -> None:
-        """Raise `ModelQuarantined` or `NotReady` if no worker would run a request."""
+        """Raise an error if no worker would run a request.
+
+        Raises:
+            ModelQuarantined: The model is in quarantine.
+            RemoteUnavailable: Its remote server cannot be reached.
+            NotReady: It has no worker.
+        """
         if self.quarantine is not None:
             raise self.quarantine_error()
+        if self.outage:
+            raise self.outage_error()
         if not self.is_open or self.contract is None:
             raise NotReady(
                 f"model `{self.title}` has no ready worker",
@@ -245,6 +270,10 @@ class Lane:
             model=self.model.name,
             retry_after_ms=self.quarantine.retry_after_ms,
         )
+
+    def outage_error(self) -> RemoteUnavailable:
+        """The error of a request during an outage of the remote server."""
+        return RemoteUnavailable(self.outage, model=self.model.name, retry_after_ms=RETRY_OUTAGE_MS)
 
     def require_open(self, request: Request, now_ns: int) -> None:
         """Reject a request that cannot be queued or cannot complete in time.
@@ -373,6 +402,7 @@ class Lane:
     def on_ran(self, worker: WorkerSlot, rows: int, run_ns: int, now_ns: int) -> None:
         """Record a run and learn its cost."""
         self.ran_ns = now_ns
+        self.unreachable = 0
         self.metrics.run_ns.record(run_ns)
         cost = self.costs[worker.index]
         cost.observe(rows, run_ns)

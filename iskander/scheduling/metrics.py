@@ -21,6 +21,7 @@ class LaneMetrics:
         wait_ns: Time of requests until their rows are sent to a worker.
         run_ns: Run time of batches in the worker.
         total_ns: Time of requests until their results are complete.
+        request_run_ns: Run time of the last batch of each completed request, in total.
         batch_rows: Rows of batches.
         steps_ns: Run time of the steps of a pipeline, by name.
     """
@@ -29,6 +30,7 @@ class LaneMetrics:
         self.wait_ns = Histogram(LATENCY_BOUNDS_NS)
         self.run_ns = Histogram(LATENCY_BOUNDS_NS)
         self.total_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.request_run_ns = 0
         self.batch_rows = Histogram(ROWS_BOUNDS)
         self.steps_ns: dict[str, Histogram] = {}
         self._append_total = recent.ring("e2e_latency_ms").append
@@ -53,6 +55,7 @@ class LaneMetrics:
         labels = self._labels_of(request.terms)
         total_ns = now_ns - request.arrived_ns
         self.total_ns.record(total_ns)
+        self.request_run_ns += run_ns
         self._append_total((now_ns, total_ns / NS_PER_MS, labels))
         self._append_wait((now_ns, (request.sent_ns - request.arrived_ns) / NS_PER_MS, labels))
         self._append_run((now_ns, run_ns / NS_PER_MS, labels))

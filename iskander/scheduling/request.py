@@ -16,6 +16,7 @@ from iskander.clock import NS_PER_MS
 from iskander.errors import IskanderError
 from iskander.memory.arena import Lease
 from iskander.memory.client_segment import SegmentRange
+from iskander.scheduling.tracing import BatchRun, TraceContext
 
 if TYPE_CHECKING:
     from iskander.scheduling.lane import Lane
@@ -41,6 +42,8 @@ class Terms(msgspec.Struct, frozen=True):
         is_newest_wins: A newer request of the client replaces this one while it is queued.
         is_alone: The rows are not combined with those of other requests in one batch.
         source: Source whose share of the queue the request uses.
+        hops: Gateways that it passed before, each with a remote model.
+        trace: Span of the caller; None without one, and if tracing is off.
     """
 
     client: str = ""
@@ -54,6 +57,8 @@ class Terms(msgspec.Struct, frozen=True):
     is_newest_wins: bool = False
     is_alone: bool = False
     source: Source = UNKNOWN_SOURCE
+    hops: int = 0
+    trace: TraceContext | None = None
 
 
 NO_TERMS: Final = Terms()
@@ -96,13 +101,15 @@ class Request:
         is_part: A later part of a client's batch that was admitted with the first part.
         is_waiting: It is in the queue.
         is_over: It was answered, or its caller is gone.
+        queued_before: With tracing, the number of queued requests at its admission.
+        runs: With tracing, the batches with rows of it that have left their worker.
     """
 
     __slots__ = (
         "arrived_ns", "body_offset", "caller", "deadline_ns", "expires_ns", "input_bytes",
         "is_alone", "is_over", "is_part", "is_waiting", "kills", "lane", "layout", "lease",
-        "losses", "number", "queued_ns", "rank", "results", "rows", "run_ns", "running",
-        "sent_ns", "shape", "tensors", "terms", "todo",
+        "losses", "number", "queued_before", "queued_ns", "rank", "results", "rows", "run_ns",
+        "running", "runs", "sent_ns", "shape", "tensors", "terms", "todo",
     )  # fmt: skip
 
     def __init__(
@@ -146,7 +153,8 @@ class Request:
         self.results: memoryview | list[tuple[int, int, memoryview]] | None = None
         self.is_alone = terms.is_alone
         self.is_part = self.is_waiting = self.is_over = False
-        self.kills = self.losses = 0
+        self.kills = self.losses = self.queued_before = 0
+        self.runs: tuple[BatchRun, ...] = ()
 
     @property
     def waiting_rows(self) -> int:

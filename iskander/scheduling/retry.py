@@ -12,7 +12,19 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from iskander.errors import Cancelled, IskanderError, PoisonedRequest, detach
+from iskander.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    IskanderError,
+    PoisonedRequest,
+    RemoteDenied,
+    RemoteLoop,
+    RemoteNotReady,
+    RemoteOverloaded,
+    RemoteTimeout,
+    RemoteUnavailable,
+    detach,
+)
 from iskander.scheduling.request import Request
 
 if TYPE_CHECKING:
@@ -20,6 +32,17 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("iskander.dispatch")
 
+ROW_INDEPENDENT: Final = (
+    Cancelled,
+    DeadlineExceeded,
+    RemoteDenied,
+    RemoteLoop,
+    RemoteNotReady,
+    RemoteOverloaded,
+    RemoteTimeout,
+    RemoteUnavailable,
+)
+"""Errors that a batch without the rows of other requests would have too."""
 KILLS_MAX: Final = 2
 """Workers that die while running a request, until it is poisoned."""
 LOSSES_MAX: Final = 8
@@ -33,7 +56,7 @@ def after_failure(
 
     If the batch `is_shared` with other requests, the error may concern their rows.
     """
-    if is_shared and not isinstance(error, Cancelled):
+    if is_shared and not isinstance(error, ROW_INDEPENDENT):
         request.is_alone = True
         return None
     return error

@@ -71,7 +71,9 @@ class WorkerSlot:
         pool: The only model that the slot serves, as `NAME/VERSION`; empty for the shared pool.
 
     Attributes:
+        group: Core group.
         incarnation: Number of the attached process; 0 while there is none.
+        pid: Its process id.
         credits: Number of batches that may still be sent to the process.
         in_flight: Batches of the process by batch id, in send order.
         busy_until_ns: Predicted end of all batches in flight.
@@ -88,7 +90,7 @@ class WorkerSlot:
     def __init__(self, index: int, pool: str = "") -> None:
         self.index = index
         self.pool = pool
-        self.incarnation = 0
+        self.incarnation = self.pid = self.group = 0
         self.credits = 0
         self.in_flight: dict[int, InFlightBatch] = {}
         self.busy_until_ns = 0

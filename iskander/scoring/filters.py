@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from iskander.scoring.errors import FilterError
+from iskander.errors import FilterError
 
 BYTES_MAX: Final = 8192
 DEPTH_MAX: Final = 50

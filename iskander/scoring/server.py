@@ -280,9 +280,7 @@ def prepared_server(
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
     """Create a folder for sockets, and delete it at the end; delete those of dead commands."""
-    parent = Path(tempfile.gettempdir())
-    if len(str(parent / FOLDER)) > SOCKET_PATH_BYTES_MAX - 30:
-        parent = Path("/tmp")
+    parent = temporary_folder()
     _delete_unlocked(parent)
     folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=parent))
     try:
@@ -291,6 +289,13 @@ def _folder() -> Iterator[Path]:
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def temporary_folder() -> Path:
+    """Return the folder for temporary files, or /tmp if its path is too long for sockets."""
+    parent = Path(tempfile.gettempdir())
+    is_long = len(str(parent / FOLDER)) > SOCKET_PATH_BYTES_MAX - 30
+    return Path("/tmp") if is_long else parent
 
 
 def _delete_unlocked(parent: Path) -> None:

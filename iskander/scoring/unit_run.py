@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
@@ -82,6 +82,7 @@ class Shared:
         budget: Rejected rows that the job still permits.
         quarantine: Folder of rejected rows; None without one.
         on_rows: Called with the number of rows that have results.
+        terms: Terms of the calls, beside those of all jobs.
     """
 
     job: Job
@@ -93,6 +94,7 @@ class Shared:
     budget: ErrorBudget
     quarantine: Quarantine | None
     on_rows: Callable[[int], None]
+    terms: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -125,6 +127,7 @@ class UnitRun:
             "client": f"score-{plan.fingerprint[:8]}",
             "run_alone": True,
             "ttl_ms": TTL_MS,
+            **shared.terms,
         }
 
     def run(self) -> tuple[Staged, Finished]:

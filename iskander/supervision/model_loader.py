@@ -235,7 +235,7 @@ class ModelLoader:
             lane.refusal = error
         elif lane.contract is None:
             worker.load_error = f"model `{lane.title}`: {error.message}"
-            self.on_load_error(worker, ManifestError(worker.load_error))
+            self.on_load_error(worker, type(error)(worker.load_error))
             self.on_event(worker, Event.LOAD_FAILED)
             return True
         worker.load_errors[lane.model.key] = error.message

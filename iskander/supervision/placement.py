@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from iskander.config.models import REMOTE
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
 from iskander.supervision.topology import Topology, parse_cpu_list, render_cpu_list
@@ -56,10 +57,12 @@ def plan(config: Config, topology: Topology) -> PlacementPlan:
     if not groups:
         raise ConfigError(f'server.cores = "{config.server.cores}" leaves no cpu for a worker')
     own, rest, shared_notes = _own_slots(config, topology, groups)
-    slots = _shared_slots(config, topology, rest)
-    slots += [msgspec.structs.replace(slot, index=len(slots) + at) for at, slot in enumerate(own)]
+    shared, remote = _shared_slots(config, topology, rest), _remote_slots(config, topology, groups)
+    placed = enumerate([*shared, *own, *remote])
+    slots = [msgspec.structs.replace(slot, index=at) for at, slot in placed]
+    computing = slots[: len(slots) - len(remote)]
     notes += _notes_on_nodes(groups, topology)
-    notes += _notes_on_shared_cores(gateway, slots, topology) + shared_notes
+    notes += _notes_on_shared_cores(gateway, computing, topology) + shared_notes
     _require_threads(config, slots)
     return PlacementPlan(gateway, slots, tuple(notes))
 
@@ -136,7 +139,7 @@ def _own_slots(
     """
     rest, slots, notes = list(groups), [], []
     shared = config.has_shared_models
-    models = [model for model in config.models for _ in range(model.own_workers)]
+    models = [m for m in config.models if m.backend != REMOTE for _ in range(m.own_workers)]
     for ordinal, model in enumerate(models):
         group = ordinal % len(groups)
         cores, threads = topology.only(rest[group]).cores, max(model.intra_threads, 1)
@@ -152,6 +155,18 @@ def _own_slots(
         slot = _slot(0, group, _preferred_node(part, topology), part)
         slots.append(msgspec.structs.replace(slot, pool=model.pool, python=model.python))
     return slots, rest, notes
+
+
+def _remote_slots(config: Config, topology: Topology, groups: list[Cpus]) -> list[SlotPlan]:
+    """Place the workers of remote models, which wait for servers, on all cpus of a group."""
+    models = [m for m in config.models if m.backend == REMOTE for _ in range(m.own_workers)]
+    slots = []
+    for ordinal, model in enumerate(models):
+        group = ordinal % len(groups)
+        part = topology.only(groups[group])
+        slot = _slot(0, group, _preferred_node(part, topology), part)
+        slots.append(msgspec.structs.replace(slot, pool=model.pool, python=model.python))
+    return slots
 
 
 def _slot(index: int, group: int, node: int | None, part: Topology) -> SlotPlan:

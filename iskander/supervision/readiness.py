@@ -19,6 +19,8 @@ def reason_of(lane: Lane, workers: Sequence[Worker]) -> str:
     """
     if lane.quarantine is not None:
         return f"in quarantine: {lane.quarantine.reason}"
+    if lane.outage:
+        return lane.outage
     ready = sum(not worker.is_looping for worker in lane.workers.values())
     if ready >= lane.quorum:
         return ""

@@ -1,7 +1,8 @@
 """Supervisor of the worker processes: feeds events to `lifecycle` and runs its actions.
 
 `spawner` starts processes, `registration` assigns slots, `model_loader` loads models, `watchdog`
-detects hangs, and `no_worker_timeout` rejects requests of lanes without workers.
+detects hangs, and `no_worker_timeout` and `outages` reject requests of lanes without workers or
+remote servers.
 
 Runs on: gateway loop.
 """
@@ -33,6 +34,7 @@ from iskander.supervision.file_freshness import FileFreshness
 from iskander.supervision.lifecycle import Action, Event, State, step, validate
 from iskander.supervision.model_loader import ModelLoader
 from iskander.supervision.no_worker_timeout import NoWorkerTimeout
+from iskander.supervision.outages import Outages
 from iskander.supervision.quarantine import Quarantines
 from iskander.supervision.recycling import Recycling
 from iskander.supervision.registration import RegistrationListener, create_memory, slot_for, welcome
@@ -121,6 +123,8 @@ class Supervisor:
         self._quarantines = Quarantines(
             lanes, workers, settings, is_first, self.loading, reject, on_event, self.notify_change
         )
+        self._outages = Outages(lanes, reject, self.notify_change)
+        dispatcher.on_unreachable = self._outages.on_unreachable
         on_exit = self._quarantines.on_exit
         self._spawner = Spawner(settings, folder, is_first, timers, on_event, on_exit)
         self._actions: dict[Action, Callable[[Worker], None]] = {
@@ -192,7 +196,7 @@ class Supervisor:
     def release_workers(self) -> None:
         """Release all resources; the workers keep running for the peers or the next gateway."""
         timers = (self._timers, self._watchdog, self.recycling, self._no_worker_timeout)
-        for part in (*timers, self._quarantines, self._listener):
+        for part in (*timers, self._quarantines, self._outages, self._listener):
             part.close()
         for worker in self.workers:
             if worker.channel is not None:
@@ -235,6 +239,10 @@ class Supervisor:
         """Handle a message other than a batch result."""
         if isinstance(message, messages.Stepped):
             self.models.by_key[message.model].metrics.on_stepped(message.steps)
+            if self.dispatcher.tracer is not None:
+                self.dispatcher.tracer.on_steps(worker, message.steps)
+        elif isinstance(message, messages.Probed):
+            self._outages.on_probed(message)
         elif isinstance(message, messages.Leaving):
             self._on_event(worker, Event.DRAIN_REQUESTED)
         elif isinstance(message, messages.Notice):

@@ -113,12 +113,12 @@ def worker_command(python: str) -> list[str]:
     return [python, "-P", str(script), folders, "iskander_worker.__main__"]
 
 
-def start_process(command: list[str], environment: dict[str, str]) -> tuple[Child, int]:
+def start_process(
+    command: list[str], environment: dict[str, str], stdin: int = subprocess.DEVNULL
+) -> tuple[Child, int]:
     """Start a process; return it, and a pidfd that the caller owns. May raise OSError."""
     # A session of its own: Ctrl-C in a terminal reaches only the first process, which drains.
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
-    )
+    child = subprocess.Popen(command, stdin=stdin, start_new_session=True, env=environment)
     try:
         return child, os.pidfd_open(child.pid)
     except OSError:
@@ -155,9 +155,10 @@ class Worker(WorkerSlot):
     def __init__(self, plan: SlotPlan, *, is_ours: bool = True) -> None:
         super().__init__(plan.index, plan.pool)
         self.plan = plan
+        self.group = plan.group
         self._is_ours = is_ours
         self.state = State.ABSENT
-        self.pid = self.load_started_ns = self.opened_ns = 0
+        self.load_started_ns = self.opened_ns = 0
         self.child: Child | None = None
         self.loading_key: int | None = None
         self.loading_title = self.load_error = ""

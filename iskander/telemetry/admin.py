@@ -1,4 +1,4 @@
-"""Admin HTTP server: `/livez`, `/readyz` and `/metrics`.
+"""Admin HTTP server: `/livez`, `/readyz`, `/metrics`, and the page with `/status.json`.
 
 It shares the event loop with the batches: few and short connections, pages rendered in small steps,
 and cached for a tenth of a second. Import this module late: it loads uvicorn and starlette.
@@ -9,9 +9,15 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import logging
 import socket
 from collections.abc import Awaitable, Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -20,17 +26,33 @@ from starlette.routing import Route
 from iskander.clock import NS_PER_MS, now_ns
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
-from iskander.transport.addresses import PORT_MAX
+from iskander.telemetry.status import Status
+from iskander.transport.addresses import HTTP_INSTALL, PORT_MAX
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.http1.listener import Http1Listener
 
+if TYPE_CHECKING:
+    from iskander.telemetry.page.renderer import PageRenderer
+
+log = logging.getLogger("iskander.admin")
+
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+HTML_TYPE = "text/html; charset=utf-8"
+JSON_TYPE = "application/json"
 OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 CONNECTIONS_MAX = 32
 """Probes and one or two scrapers use five."""
 CONNECTION_S = 30.0
 """Maximum lifetime of a connection."""
 STOP_S = 1
+PAGE_HEADERS = {
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+DATA_POLICY = "default-src 'none'; frame-ancestors 'none'"
 REUSE_NS = 100 * NS_PER_MS
 """Cache lifetime of a page, which limits rendering to ten pages a second."""
 
@@ -39,7 +61,7 @@ class AdminServer:
     """The HTTP server; without `limits` it has connection limits of its own.
 
     `reasons` returns why the gateway is not ready; `render` the page for Prometheus, given whether
-    it is OpenMetrics.
+    it is OpenMetrics; `read_status` the content of the page, None for no page.
     """
 
     def __init__(
@@ -48,9 +70,12 @@ class AdminServer:
         reasons: Callable[[], list[str]],
         render: Callable[[bool], Awaitable[bytes]],
         limits: ConnectionLimits | None = None,
+        read_status: Callable[[], Awaitable[Status]] | None = None,
     ) -> None:
         self._address, self._limits = address, limits
-        self._reasons, self._render = reasons, render
+        self._reasons, self._render, self._read_status = reasons, render, read_status
+        self._renderer: PageRenderer | None = None
+        self._is_loopback = False
         self._own_limits: ConnectionLimits | None = None
         self._listener: Http1Listener | None = None
         self._lock = asyncio.Lock()
@@ -63,10 +88,17 @@ class AdminServer:
         if limits is None:
             limits = self._own_limits = ConnectionLimits(Config())
         pages = {"/livez": self._livez, "/readyz": self._readyz, "/metrics": self._metrics}
+        if self._read_status is not None:
+            pages["/status.json"] = self._status
+            if find_spec("jinja2") is not None:
+                pages["/"] = self._page
+            else:
+                log.warning("no page at admin.address: jinja2 is not installed: %s", HTTP_INSTALL)
         app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
         app.router.redirect_slashes = False
         self._listener = Http1Listener(app, CONNECTIONS_MAX, limits, slack=0, life_s=CONNECTION_S)
         host, port = bound.getsockname()[:2]
+        self._is_loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
         await self._listener.listen(bound)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -90,12 +122,71 @@ class AdminServer:
     async def _metrics(self, request: Request) -> Response:
         is_openmetrics = "application/openmetrics-text" in request.headers.get("accept", "")
         kind = OPENMETRICS_TYPE if is_openmetrics else TEXT_TYPE
+        page = await self._cached(kind, lambda: self._render(is_openmetrics))
+        return Response(page, headers={"content-type": kind})
+
+    async def _page(self, request: Request) -> Response:
+        if not self._is_own_host(request):
+            return _misdirected()
+        page = await self._cached(HTML_TYPE, self._render_page)
+        assert self._renderer is not None
+        policy = {"content-security-policy": self._renderer.policy}
+        return Response(page, headers={**PAGE_HEADERS, **policy, "content-type": HTML_TYPE})
+
+    async def _status(self, request: Request) -> Response:
+        if not self._is_own_host(request):
+            return _misdirected()
+        body = await self._cached(JSON_TYPE, self._render_status)
+        policy = {"content-security-policy": DATA_POLICY}
+        return Response(body, headers={**PAGE_HEADERS, **policy, "content-type": JSON_TYPE})
+
+    async def _render_page(self) -> bytes:
+        if self._renderer is None:
+            # Templates are compiled at the first request, beside the loop: 50 ms.
+            self._renderer = await asyncio.to_thread(_load_renderer)
+        assert self._read_status is not None
+        return await self._renderer.render(await self._read_status())
+
+    async def _render_status(self) -> bytes:
+        assert self._read_status is not None
+        return msgspec.json.encode(await self._read_status())
+
+    async def _cached(self, kind: str, render: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Return the page of a content type, which is rendered at most every `REUSE_NS`."""
         async with self._lock:
             at_ns, page = self._cache.get(kind, (0, b""))
             if not page or now_ns() - at_ns > REUSE_NS:
-                page = await self._render(is_openmetrics)
+                page = await render()
                 self._cache[kind] = now_ns(), page
-        return Response(page, headers={"content-type": kind})
+        return page
+
+    def _is_own_host(self, request: Request) -> bool:
+        """Whether a request to a loopback address names a loopback host.
+
+        Otherwise a web site could read the page in a local browser, by DNS rebinding.
+        """
+        return not self._is_loopback or is_loopback_host(request.headers.get("host", ""))
+
+
+def is_loopback_host(authority: str) -> bool:
+    """Return whether a `Host` header names this machine without a look-up of its name."""
+    try:
+        name = urlsplit(f"//{authority}").hostname or ""
+        is_name = name == "localhost" or name.endswith(".localhost")
+        return is_name or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _misdirected() -> Response:
+    text = "the page is served for localhost only; set `admin.address` to serve other hosts\n"
+    return PlainTextResponse(text, 421)
+
+
+def _load_renderer() -> PageRenderer:
+    from iskander.telemetry.page.renderer import PageRenderer
+
+    return PageRenderer()
 
 
 def _bind(address: str) -> socket.socket:

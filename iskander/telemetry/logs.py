@@ -8,6 +8,7 @@ import sys
 import msgspec
 
 from iskander.config.schema import AdminConfig
+from iskander.telemetry.events import LOGGERS
 
 
 class _JsonFormatter(logging.Formatter):
@@ -38,5 +39,10 @@ def set_up_logs(config: AdminConfig, process: int | None = None) -> None:
         handler.setFormatter(logging.Formatter(line, "%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(config.log_level.upper())
+    level = logging.getLevelNamesMapping()[config.log_level.upper()]
+    handler.setLevel(level)
+    root.setLevel(level)
+    for name in LOGGERS:
+        # The page shows their records, also those that the log omits.
+        logging.getLogger(name).setLevel(min(level, logging.INFO))
     logging.getLogger("asyncio").setLevel(logging.WARNING)

@@ -5,11 +5,12 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from functools import partial
 
-from iskander.clock import NS_PER_S, now_ns
+from iskander.clock import NS_PER_S, now_ns, wall_ns
+from iskander.file_watcher import ReloadStatus
 from iskander.measurement.histogram import Histogram
 from iskander.memory.arena import Arena
 from iskander.memory.backing import NO_MEMORY, Backing
@@ -21,10 +22,13 @@ from iskander.transport.receive_budget import ReceiveBudget
 class MetricSources:
     """Metric sources of one gateway; the help texts in `metrics` describe the values.
 
-    `counts` are those of the dispatcher, `regions` the bytes of each shared-memory region.
+    `counts` are those of the dispatcher, `regions` the bytes of each shared-memory region,
+    `reloads` the reads of each file. `connections` and `connections_max` return the open
+    connections and their limit by file descriptors, `expiry_s` the expiry of the certificate or 0.
     """
 
     started_ns: int
+    started_wall_ns: int = field(default_factory=wall_ns)
     models: Models
     input_arena: Arena
     streams: Sized
@@ -34,8 +38,16 @@ class MetricSources:
     regions: Mapping[str, int] = field(default_factory=dict)
     clients: Sized = ()
     outcomes: Mapping[str, int] = field(default_factory=dict)
+    spans: Mapping[str, int] = field(default_factory=dict)
+    reads: Sized = ()
+    read_counts: Mapping[str, int] = field(default_factory=dict)
     refused: Mapping[str, int] = field(default_factory=dict)
+    connections: Callable[[], int] = int
+    connections_max: Callable[[], int] = int
     connections_ended: Mapping[str, int] = field(default_factory=dict)
+    calls_ended: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    reloads: Mapping[str, ReloadStatus] = field(default_factory=dict)
+    expiry_s: Callable[[], float] = float
     budget: ReceiveBudget = field(default_factory=partial(ReceiveBudget, 0))
     input_backing: Backing = NO_MEMORY
 

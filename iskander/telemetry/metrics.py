@@ -12,29 +12,50 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from prometheus_client import exposition
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    UnknownMetricFamily,
+)
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from iskander import __version__
-from iskander.clock import NS_PER_S
-from iskander.errors import PermissionDenied, Unauthenticated
+from iskander.build_info import BUILD
+from iskander.clock import NS_PER_S, now_ns
+from iskander.errors import (
+    ArenaFull,
+    ClientOverShare,
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    DroppedFromQueue,
+    ExecutionFailed,
+    NotReady,
+    PermissionDenied,
+    PoisonedRequest,
+    QueueFull,
+    Unauthenticated,
+)
 from iskander.measurement.histogram import Histogram
 from iskander.measurement.process_usage import cpu_s, resident_bytes
 from iskander.scheduling.batcher import Reason
 from iskander.scheduling.lane import Lane
 from iskander.supervision.lifecycle import State
 from iskander.supervision.worker import Worker
+from iskander.telemetry.aggregate import RELOAD_VALID, RELOAD_VALID_AT
 from iskander.telemetry.metric_sources import MetricSources
+from iskander.transport.descriptors import descriptor_limit, open_descriptors
+from iskander.transport.machine_memory import memory_bytes
 
-SOURCES_PER_STEP = {"counter": 16, "gauge": 16, "histogram": 2}
+SOURCES_PER_STEP = {"counter": 16, "gauge": 16, "unknown": 16, "histogram": 2}
 """Sources of a metric in one step of a scrape: up to 72 samples of 8 us."""
 
 ENDS = frozenset(("crash", "hang", "boot_failure", "replaced"))
@@ -42,9 +63,26 @@ BASE_UNITS = ("seconds", "bytes")
 """Units that are suffixes of metric names (Prometheus convention)."""
 OUTCOMES = ("completed", "withdrawn")
 OBSERVED = ("answered", "late", "unsent")
+SPAN_OUTCOMES = ("exported", "failed", "limited", "queue_full")
 TIMEOUTS = tuple(
     f"{name}_timeout" for name in ("preface", "headers", "idle", "keepalive", "message", "response")
 )
+LIMITS = ("too_many_connections", "gave_way")
+REFUSALS = tuple(
+    f"refused.{kind.code}"
+    for kind in (
+        ArenaFull,
+        ClientOverShare,
+        DeadlineExceeded,
+        DeadlineUnreachable,
+        DroppedFromQueue,
+        NotReady,
+        QueueFull,
+    )
+)
+FAILURES = tuple(f"failed.{kind.code}" for kind in (ExecutionFailed, PoisonedRequest))
+"""Counters start at 0, because a rate over a first value is 0."""
+READ_RESULTS = ("completed", "cancelled")
 REFUSED = (Unauthenticated.code, PermissionDenied.code)
 
 Source = TypeVar("Source")
@@ -65,11 +103,15 @@ class Metric(Generic[Source]):
     """
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Literal["counter", "gauge", "histogram", "unknown"]
     unit: str
     labels: tuple[str, ...]
     sentence: str
     read: Callable[[Source], Readings]
+
+
+Scope = tuple[str, tuple[str, ...], tuple[Metric[Any], ...]]
+"""Name of a scope, the labels that identify an object of it, and its metrics."""
 
 
 def _gauge(name: str, unit: str, text: str, read: Value[Source]) -> Metric[Source]:
@@ -99,10 +141,24 @@ def _counts(prefix: str, known: Iterable[str] = ()) -> Callable[[Lane], Readings
     return read
 
 
+def _oldest_s(lane: Lane) -> float:
+    oldest = next(lane.queue.oldest_first(0), None)
+    return 0.0 if oldest is None else (now_ns() - oldest.queued_ns) / NS_PER_S
+
+
+def _read_results(counts: Mapping[str, int]) -> Readings:
+    """Read the ended reads by their result; the usual results start at 0."""
+    prefix = "ended."
+    keys = {key.removeprefix(prefix) for key in counts if key.startswith(prefix)}
+    return [((key,), counts.get(prefix + key, 0)) for key in sorted(keys.union(READ_RESULTS))]
+
+
 LANE_LABELS = ("model", "version")
 LANE_METRICS: tuple[Metric[Lane], ...] = (
     _gauge("iskander_model_workers", "workers", "Workers that accept its batches now.",
            lambda lane: len(lane.ready)),
+    _gauge("iskander_queue_oldest_seconds", "seconds", "Age of the request that has been queued "
+           "for the longest time; 0 for an empty queue.", _oldest_s),
     _gauge("iskander_queue_requests", "requests", "Queued requests.",
            lambda lane: lane.queue.requests),
     _gauge("iskander_queue_rows", "rows", "Queued rows.", lambda lane: lane.queue.rows),
@@ -123,9 +179,9 @@ LANE_METRICS: tuple[Metric[Lane], ...] = (
     _gauge("iskander_model_quarantined", "", "Whether its requests are rejected because its "
            "batches ended workers repeatedly.", lambda lane: lane.quarantine is not None),
     Metric("iskander_refusals_total", "counter", "requests", ("code",), "Requests rejected before "
-           "they ran, by error code.", _counts("refused.")),
+           "they ran, by error code.", _counts("refused.", REFUSALS)),
     Metric("iskander_failures_total", "counter", "requests", ("code",), "Requests that failed in a "
-           "worker, by error code.", _counts("failed.")),
+           "worker, by error code.", _counts("failed.", FAILURES)),
     Metric("iskander_deadlines_total", "counter", "requests", ("result",), "Requests with a "
            "deadline: hit (results in time) or missed.",
            _counts("deadline.", ("deadline.hit", "deadline.missed"))),
@@ -154,6 +210,12 @@ LANE_METRICS: tuple[Metric[Lane], ...] = (
            lambda lane: len(lane.arrivals)),
 )  # fmt: skip
 
+
+def _heartbeat_age(worker: Worker) -> Readings:
+    beat_ns = worker.last_beat().at_ns
+    return [((), (now_ns() - beat_ns) / NS_PER_S)] if beat_ns else []
+
+
 WORKER_LABELS = ("worker",)
 WORKER_METRICS: tuple[Metric[Worker], ...] = (
     Metric("iskander_worker_state", "gauge", "", ("state",), "1 for the state of the worker slot, "
@@ -167,6 +229,9 @@ WORKER_METRICS: tuple[Metric[Worker], ...] = (
            "crash, hang, boot_failure (before its models were loaded) or replaced (recycled).",
            lambda worker: [((how,), worker.exit_counts[how])
                            for how in sorted(ENDS.union(worker.exit_counts))]),
+    Metric("iskander_worker_heartbeat_age_seconds", "gauge", "seconds", (), "Time since the "
+           "last heartbeat of the process; none without a process. It writes one every 0.1 s, but "
+           "none during a batch.", _heartbeat_age),
     _gauge("iskander_worker_failures", "ends", "Consecutive unexpected exits without steady "
            "service between them.", lambda worker: worker.failures),
     _gauge("iskander_worker_looping", "", "Whether it is in a crash loop; it then does not count "
@@ -194,9 +259,17 @@ WORKER_METRICS: tuple[Metric[Worker], ...] = (
            lambda worker: resident_bytes(worker.pid) if worker.pid else 0),
 )  # fmt: skip
 
+
+def _load_failed(gateway: MetricSources) -> Readings:
+    served = {(lane.model.name, lane.model.version) for lane in gateway.models}
+    failed = gateway.models.failures.keys()
+    return [(each, each in failed) for each in sorted(served | failed)]
+
+
 GATEWAY_METRICS: tuple[Metric[MetricSources], ...] = (
-    Metric("iskander_build_info", "gauge", "", ("version", "python"), "Always 1; labels are the "
-           "versions.", lambda _: [((__version__, platform.python_version()), 1)]),
+    Metric("iskander_build_info", "gauge", "", ("version", "python", "build"), "Always 1; labels "
+           "are the versions, and whether the build is compiled.",
+           lambda _: [((__version__, platform.python_version(), BUILD), 1)]),
     _gauge("iskander_ready", "", "Whether every model is ready and the server is not stopping.",
            lambda gateway: gateway.models.is_ready),
     Metric("iskander_model_ready", "gauge", "", LANE_LABELS, "Whether the model has its quorum of "
@@ -213,12 +286,27 @@ GATEWAY_METRICS: tuple[Metric[MetricSources], ...] = (
     Metric("iskander_model_generations", "gauge", "", ("stage",), "Generations of model versions "
            "by stage: loading, serving, or draining (accepted requests still run).",
            lambda gateway: list(gateway.models.stages())),
-    _gauge("iskander_uptime_seconds", "seconds", "Time since the start of the gateway.",
-           lambda gateway: gateway.uptime_s),
+    Metric("iskander_model_load_failed", "gauge", "", LANE_LABELS, "Whether the last load of the "
+           "model version failed; its previous files, if any, are still served.", _load_failed),
+    _gauge("iskander_start_time_seconds", "seconds", "Unix time of the start of the gateway.",
+           lambda gateway: gateway.started_wall_ns / NS_PER_S),
+    Metric("iskander_reload_valid", "gauge", "", ("file",), RELOAD_VALID,
+           lambda gateway: [((name,), each.is_valid) for name, each in gateway.reloads.items()]),
+    Metric("iskander_reload_valid_timestamp_seconds", "gauge", "seconds", ("file",),
+           RELOAD_VALID_AT,
+           lambda gateway: [((name,), each.valid_ns / NS_PER_S)
+                            for name, each in gateway.reloads.items()]),
+    Metric("iskander_tls_expiry_timestamp_seconds", "gauge", "seconds", (), "Unix time at which "
+           "the first certificate of the chain expires; none without TLS.",
+           lambda gateway: [((), expiry_s)] if (expiry_s := gateway.expiry_s()) else []),
     _gauge("iskander_streams", "streams", "Open Flight streams.",
            lambda gateway: len(gateway.streams)),
-    _gauge("iskander_calls", "calls", "Open inference calls of other protocols.",
+    _gauge("iskander_open_calls", "calls", "Open inference calls of other protocols.",
            lambda gateway: len(gateway.calls)),
+    Metric("iskander_calls_ended_total", "counter", "calls", ("protocol", "code"), "Ended calls by "
+           "protocol (flight, oip, health, reflection, other, http) and gRPC or HTTP status; "
+           "CANCELLED includes lost connections. A Flight stream is one call.",
+           lambda gateway: sorted(gateway.calls_ended.items())),
     _counter("iskander_late_messages_total", "messages", "Responses of workers to batches that "
              "had ended.", lambda gateway: gateway.counts["late_messages"]),
     _gauge("iskander_inferential_clients", "clients", "Connected Inferential clients.",
@@ -228,14 +316,35 @@ GATEWAY_METRICS: tuple[Metric[MetricSources], ...] = (
            "disconnected), or the code of the error.",
            lambda gateway: [((name,), gateway.outcomes.get(name, 0))
                             for name in sorted({*OBSERVED, *gateway.outcomes})]),
+    _gauge("iskander_source_reads", "reads", "Open reads of sources.",
+           lambda gateway: len(gateway.reads)),
+    Metric("iskander_trace_spans_total", "counter", "spans", ("outcome",), "Spans of sampled "
+           "requests by outcome: exported, failed (export error, or the export process ended), "
+           "limited (`tracing.spans_per_s`) or queue_full (`tracing.queue`).",
+           lambda gateway: [((name,), gateway.spans.get(name, 0)) for name in SPAN_OUTCOMES]),
+    _counter("iskander_source_rows_total", "rows", "Rows sent to readers of sources.",
+             lambda gateway: gateway.read_counts.get("rows", 0)),
+    _counter("iskander_source_bytes_total", "bytes", "Bytes of these rows.",
+             lambda gateway: gateway.read_counts.get("bytes", 0)),
+    Metric("iskander_source_reads_ended_total", "counter", "reads", ("result",), "Ended reads of "
+           "sources: completed, cancelled, or the code of the error.",
+           lambda gateway: _read_results(gateway.read_counts)),
     Metric("iskander_access_refusals_total", "counter", "calls", ("code",), "Calls without a "
            "sufficient token.",
            lambda gateway: [((name,), gateway.refused.get(name, 0)) for name in REFUSED]),
+    _gauge("iskander_connections", "connections", "Open connections of all ports.",
+           lambda gateway: gateway.connections()),
+    _gauge("iskander_connections_limit", "connections", "Connections that the limit of file "
+           "descriptors permits.", lambda gateway: gateway.connections_max()),
+    _gauge("iskander_descriptors", "descriptors", "Open file descriptors of the gateway.",
+           lambda _: open_descriptors()),
+    _gauge("iskander_descriptors_limit", "descriptors", "Limit of open file descriptors "
+           "(RLIMIT_NOFILE).", lambda _: descriptor_limit()),
     Metric("iskander_connections_ended_total", "counter", "connections", ("reason",),
            "Connections, or messages of them, that the server ended for a limit, a timeout, the "
            "maximum age or a protocol violation.",
            lambda gateway: [((name,), gateway.connections_ended.get(name, 0))
-                            for name in sorted({*TIMEOUTS, *gateway.connections_ended})]),
+                            for name in sorted({*LIMITS, *TIMEOUTS, *gateway.connections_ended})]),
     _gauge("iskander_receive_limit_bytes", "bytes", "Limit of buffered received bytes.",
            lambda gateway: gateway.budget.limit_bytes),
     _gauge("iskander_receive_used_bytes", "bytes", "Buffered received bytes.",
@@ -258,23 +367,25 @@ GATEWAY_METRICS: tuple[Metric[MetricSources], ...] = (
                "every 50 ms.", lambda gateway: gateway.loop_lag_ns),
     _counter("iskander_cpu_seconds_total", "seconds", "CPU time of the gateway.",
              lambda _: cpu_s(os.getpid())),
+    _gauge("iskander_memory_limit_bytes", "bytes", "Memory of the machine, or of the gateway's "
+           "cgroup if less.", lambda _: memory_bytes()),
     _gauge("iskander_resident_bytes", "bytes", "Resident memory of the gateway, with the arena "
            "pages that it has touched.", lambda _: resident_bytes(os.getpid())),
 )  # fmt: skip
 
-SCOPES: tuple[tuple[str, tuple[str, ...], tuple[Metric[Any], ...]], ...] = (
+SCOPES: tuple[Scope, ...] = (
     ("gateway", (), GATEWAY_METRICS),
     ("model version", LANE_LABELS, LANE_METRICS),
     ("worker", WORKER_LABELS, WORKER_METRICS),
 )
-"""Scopes, the labels that identify an object of the scope, and the metrics."""
 
 
 class Collector:
-    """Reads every metric."""
+    """Reads the metrics of all scopes."""
 
-    def __init__(self, sources: MetricSources) -> None:
+    def __init__(self, sources: MetricSources, scopes: Sequence[Scope] = SCOPES) -> None:
         self._sources = sources
+        self._scopes = scopes
 
     async def render(self, is_openmetrics: bool) -> bytes:
         """Render the page for Prometheus in small steps."""
@@ -292,14 +403,16 @@ class Collector:
     def _metrics(self) -> Iterator[tuple[Metric[Any], tuple[str, ...], Sources]]:
         """Return each metric with the labels and the objects of its scope."""
         gateway = self._sources
-        sources: tuple[Sources, ...] = (
-            [((), gateway)],
-            [((lane.model.name, lane.model.version), lane) for lane in gateway.models],
-            [((str(worker.index),), worker) for worker in gateway.models.workers],
-        )
-        for (_, labels, metrics), scope in zip(SCOPES, sources, strict=True):
+        sources: dict[str, Sources] = {
+            "gateway": [((), gateway)],
+            "model version": [
+                ((lane.model.name, lane.model.version), lane) for lane in gateway.models
+            ],
+            "worker": [((str(worker.index),), worker) for worker in gateway.models.workers],
+        }
+        for scope, labels, metrics in self._scopes:
             for metric in metrics:
-                yield metric, labels, scope
+                yield metric, labels, sources[scope]
 
 
 def _family(metric: Metric[Any], scope_labels: tuple[str, ...], sources: Sources) -> Family:
@@ -323,6 +436,7 @@ _KINDS: dict[str, Any] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
     "histogram": HistogramMetricFamily,
+    "unknown": UnknownMetricFamily,
 }
 
 

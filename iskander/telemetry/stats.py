@@ -15,7 +15,7 @@ from typing import Any
 from iskander import __version__
 from iskander.build_info import BUILD
 from iskander.clock import NS_PER_MS, NS_PER_US, now_ns
-from iskander.measurement.histogram import Histogram
+from iskander.measurement.histogram import LATENCY_BOUNDS_NS, Histogram
 from iskander.measurement.process_usage import resident_bytes
 from iskander.scheduling.lane import Lane
 from iskander.supervision.worker import Worker
@@ -42,6 +42,7 @@ def collect(sources: MetricSources) -> dict[str, Any]:
         "late_messages": sources.counts["late_messages"],
         "resident_bytes": resident_bytes(os.getpid()),
         "loop_lag_ms": _latency(sources.loop_lag_ns),
+        "latency_bounds_ms": [bound_ns / NS_PER_MS for bound_ns in LATENCY_BOUNDS_NS],
         "input_arena": {
             "capacity_bytes": arena.capacity_bytes,
             "leased_bytes": arena.leased_bytes,
@@ -66,6 +67,7 @@ def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
         "workers": len(lane.ready),
         "isolated": lane.is_isolated,
         "quarantine": lane.quarantine.reason if lane.quarantine is not None else "",
+        "outage": lane.outage,
         "queued": queue.requests,
         "queue": {"requests": queue.requests, "rows": queue.rows, "bytes": queue.bytes},
         "run_ms": round(lane.metrics.run_ns.sum / NS_PER_MS, 3),
@@ -73,6 +75,11 @@ def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
             "wait": _latency(lane.metrics.wait_ns),
             "run": _latency(lane.metrics.run_ns),
             "total": _latency(lane.metrics.total_ns),
+        },
+        "latency_counts": {
+            "wait": lane.metrics.wait_ns.counts,
+            "run": lane.metrics.run_ns.counts,
+            "total": lane.metrics.total_ns.counts,
         },
         "steps_ms": {name: _latency(ns) for name, ns in lane.metrics.steps_ns.items()},
         "batch_rows": {

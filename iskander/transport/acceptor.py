@@ -74,6 +74,11 @@ class Acceptor:
         listening.listen(BACKLOG)
         self._loop.add_reader(listening, self._accept)
 
+    @property
+    def is_unix(self) -> bool:
+        """Whether the socket is a unix socket, which no other process listens on."""
+        return self._listening.family == socket.AF_UNIX
+
     def close(self) -> None:
         """Close the listening socket, cancel handshakes; open connections stay open. Idempotent."""
         if self._listening.fileno() < 0:

@@ -21,7 +21,11 @@ TRIM_INTERVAL_S: Final = 2.0
 
 
 class ConnectionLimits:
-    """Limits over all connections of this process; counts of ended ones by reason."""
+    """Limits over all connections of this process; counts of ended ones by reason.
+
+    Attributes:
+        calls_ended: Ended calls by protocol and status.
+    """
 
     def __init__(self, config: Config) -> None:
         self.budget = ReceiveBudget(receive_bytes(config))
@@ -30,6 +34,7 @@ class ConnectionLimits:
         self.max_age_s = config.server.max_connection_age_s
         self.max_age_grace_s = config.server.max_connection_age_grace_s
         self.ended: Counter[str] = Counter()
+        self.calls_ended: Counter[tuple[str, str]] = Counter()
         self.source_percent = config.limits.source_percent
         self.descriptors = Descriptors()
         self.open_count = 0

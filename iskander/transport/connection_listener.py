@@ -115,10 +115,11 @@ class ConnectionListener(Generic[Connection]):
             self.budget.holders.add(self)
             self._check_connections()
 
-    def stop_accepting(self) -> None:
-        """Stop accepting connections."""
+    def stop_accepting(self, *, keeps_unix: bool = False) -> None:
+        """Stop accepting connections, except on unix sockets if these are kept."""
         for acceptor in self._acceptors:
-            acceptor.close()
+            if not (keeps_unix and acceptor.is_unix):
+                acceptor.close()
 
     async def stop(self, grace_s: float) -> None:
         """Stop listening, close connections gracefully, and abort the rest after `grace_s`."""

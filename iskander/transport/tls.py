@@ -13,7 +13,8 @@ from pathlib import Path
 
 from iskander.config.auth import TlsConfig
 from iskander.errors import ConfigError
-from iskander.file_watcher import FileWatcher
+from iskander.file_watcher import FileWatcher, ReloadStatus
+from iskander.transport.certificate import earliest_expiry_s
 
 HTTP2, HTTP1 = "h2", "http/1.1"
 
@@ -21,10 +22,17 @@ log = logging.getLogger("iskander.tls")
 
 
 class Tls:
-    """TLS contexts of one server, one per protocol."""
+    """TLS contexts of one server, one per protocol.
+
+    Attributes:
+        reloads: Reads of the files; None without TLS.
+        expiry_s: Unix time at which the first certificate of the chain expires; 0 if unknown.
+    """
 
     def __init__(self, config: TlsConfig) -> None:
         self._config = config
+        self.reloads = ReloadStatus() if config.certificate else None
+        self.expiry_s = 0.0
         self._current: dict[str, ssl.SSLContext] = {}
         files = (config.certificate, config.key, config.client_ca)
         self._watcher = FileWatcher([Path(name) for name in files if name], self._reload)
@@ -57,12 +65,15 @@ class Tls:
     def _reload(self, has_changed: bool) -> None:
         if not has_changed:
             return
+        assert self.reloads is not None
         try:
             # New contexts: an old one would keep its certificate if the key type changes.
             self._current = {protocol: self._create(protocol) for protocol in self._current}
         except ConfigError as error:
+            self.reloads.record(is_valid=False)
             log.error("TLS reload failed: %s; the previous files stay in use", error.message)
         else:
+            self.reloads.record(is_valid=True)
             log.info("TLS certificate and key reloaded")
 
     def _create(self, protocol: str) -> ssl.SSLContext:
@@ -77,6 +88,7 @@ class Tls:
                 setting = "tls.client_ca"
                 context.load_verify_locations(config.client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
+            self.expiry_s = earliest_expiry_s(Path(config.certificate).read_bytes())
         except ssl.SSLError as error:
             raise ConfigError(f"{setting}: invalid: {error.reason or 'not PEM'}") from None
         except OSError as error:

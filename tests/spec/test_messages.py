@@ -33,6 +33,8 @@ from iskander.control.messages import (
     LoadFailed,
     ModelSpec,
     Notice,
+    Probe,
+    Probed,
     Refused,
     Slice,
     Stepped,
@@ -112,6 +114,10 @@ SAMPLES: dict[str, Any] = {
     "Execute of large numbers": Execute(
         2**63 - 1, 2**31, 2**31, (Slice(2**40, 2**31, 2**30, 2**30, 2**40),)
     ),
+    "Execute with a deadline and hops": Execute(
+        79, 3, 128, (Slice(4416, 128, 0, 128, 8192),), 0, 2**61 - 1, 2
+    ),
+    "Probe": Probe(model=3),
     "Drain": Drain(is_stopping=True),
     "Drain of a worker that is replaced": Drain(),
     "Loaded": Loaded(
@@ -131,6 +137,8 @@ SAMPLES: dict[str, Any] = {
     "Done": Done(batch_id=77, run_ns=156_000),
     "Stepped": Stepped(model=3, steps=(("embed", 1_500_000), ("rank", 70_000))),
     "Failed": Failed(batch_id=77, code="execution_failed", message="refused"),
+    "Failed with a time to retry": Failed(78, "remote_overloaded", "queue full", 250),
+    "Probed": Probed(model=3, reason="connection refused"),
     "Leaving": Leaving(),
     "Notice": Notice(text="no memory policy for node 1"),
 }

@@ -268,6 +268,7 @@ class FakeHost:
         self.timeouts = TimeoutsConfig()
         self.ended: list[str] = []
         self.count_ended = self.ended.append
+        self.calls_ended: list[tuple[str, Status]] = []
         self.add_details = lambda path, error: RpcError(
             error.status if isinstance(error, RpcError) else Status.UNAVAILABLE,
             error.message,
@@ -281,6 +282,9 @@ class FakeHost:
 
     def charge_unsent(self, connection: Connection) -> None:
         self.unsent.append(connection.unsent_bytes)
+
+    def count_call(self, path: str, status: Status) -> None:
+        self.calls_ended.append((path, status))
 
     async def serve(self, call: Call) -> None:
         self.served.append(call)

@@ -46,10 +46,11 @@ def eventually(
 
 
 def render_config(**sections: Any) -> str:
-    """A configuration as TOML; `models` is a list of tables."""
+    """A configuration as TOML; `models` and `sources` are lists of tables."""
     lines = []
-    for model in sections.pop("models", ()):
-        lines += ["[[models]]", *(f"{key} = {_toml(value)}" for key, value in model.items())]
+    for name in ("models", "sources"):
+        for table in sections.pop(name, ()):
+            lines += [f"[[{name}]]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
     for name, values in sections.items():
         lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
     return "\n".join(lines) + "\n"

@@ -30,6 +30,7 @@ class ScriptedDispatcher(Dispatcher):
         self.input_arena = input_arena
         self.submitted: list[Request] = []
         self.withdrawn: list[Request] = []
+        self.tracer = None
 
     def submit(self, request: Request) -> None:
         request.lane.put(request, now_ns())

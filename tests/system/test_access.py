@@ -292,7 +292,7 @@ def test_cli_sends_the_token_from_its_environment(server: ProtectedServer) -> No
     without = {name: value for name, value in os.environ.items() if name != "ISKANDER_TOKEN"}
     for token, code, text in (
         (server.tokens["operator"], 0, "policy"),
-        ("wrong", 1, "the token is unknown"),
+        ("wrong", 77, "the token is unknown"),
     ):
         done = subprocess.run(
             command,
@@ -309,8 +309,10 @@ def test_cli_adds_a_token_to_a_running_server(server: ProtectedServer) -> None:
     """A stream ends when its token is revoked."""
     before = server.file.read_text()
     command = [BIN / "iskander", "token", "visitor", "--file", server.file, "--model", "i*"]
+    command += ["--source", "clicks", "--source", "a*"]
     created = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     server.tokens["visitor"] = created.stdout.strip()
+    assert 'sources = ["clicks","a*"]' in server.file.read_text()
 
     def is_served() -> bool:
         try:

@@ -68,7 +68,7 @@ def stats(*arguments: str) -> str:
 def test_ready_server_reports_live_and_ready(gateway: Gateway) -> None:
     assert get(gateway, "/livez") == (200, "ok\n")
     assert get(gateway, "/readyz") == (200, "ready\n")
-    assert get(gateway, "/")[0] == 404
+    assert get(gateway, "/other")[0] == 404
 
 
 def test_metrics_count_scored_rows(gateway: Gateway) -> None:

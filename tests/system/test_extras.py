@@ -75,7 +75,7 @@ def test_default_admin_port_is_omitted_with_a_warning(
 def test_configured_port_is_a_start_error(path: str, missing: str, setting: str) -> None:
     words = f"{setting} 127.0.0.1:0: {missing} is not installed: {INSTALL}"
     change = ("--set", f"{setting}=127.0.0.1:0")
-    text = run(path, BIN / "iskander", "check", QUICKSTART, *change, code=1)
+    text = run(path, BIN / "iskander", "check", QUICKSTART, *change, code=78)
     assert words in text and "Traceback" not in text
     text = run(
         path, BIN / "iskander-gateway", "--config", QUICKSTART, *change,

@@ -228,7 +228,7 @@ def test_random_port_and_path_are_rejected_with_several_processes(
     )
     check = [str(BIN / "iskander"), "check", str(config)]
     result = subprocess.run(check, capture_output=True, text=True, check=False, timeout=60)
-    assert result.returncode == 1
+    assert result.returncode == 78
     assert "with server.processes > 1" in result.stderr
 
 
@@ -278,7 +278,7 @@ def test_import_inferential_converts_a_configuration(
 
     source.write_text('{"transport": "zmq"}')
     result = import_source()
-    assert result.returncode == 1 and result.stdout == ""
+    assert result.returncode == 78 and result.stdout == ""
     assert 'transport = "zmq": expected a table' in result.stderr
 
 

@@ -132,7 +132,7 @@ def test_sample_that_does_not_match_the_model_is_a_load_error(
 
     code, output = check(tmp_path, folder)
 
-    assert code == 1 and text in output
+    assert code == 78 and text in output
 
 
 def test_public_key_requires_signed_manifests_and_pinned_files(tmp_path: Path) -> None:
@@ -149,10 +149,10 @@ def test_public_key_requires_signed_manifests_and_pinned_files(tmp_path: Path) -
 
     pinned = f'sha256 = {{"model.onnx" = "{sha256(folder / "model.onnx")}"}}'
     code, output = check(tmp_path, folder, loading=loading)
-    assert code == 1 and "`manifest.toml.sig` cannot be read" in output
+    assert code == 78 and "`manifest.toml.sig` cannot be read" in output
     sign("")
     code, output = check(tmp_path, folder, loading=loading)
-    assert code == 1 and "pins no sha256 of `model.onnx`" in output
+    assert code == 78 and "pins no sha256 of `model.onnx`" in output
     sign(pinned)
     with running(tmp_path, [{"name": "m", "path": str(folder)}], loading=loading) as gateway:
         with gateway.client() as client:
@@ -165,7 +165,7 @@ def test_public_key_requires_signed_manifests_and_pinned_files(tmp_path: Path) -
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows"])],
     )
     code, output = check(tmp_path, folder, loading=loading)
-    assert code == 1 and "`model.onnx` is not the file that the manifest pins" in output
+    assert code == 78 and "`model.onnx` is not the file that the manifest pins" in output
 
 
 def test_gateway_with_a_rejected_model_logs_the_error_and_exits(tmp_path: Path) -> None:

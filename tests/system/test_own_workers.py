@@ -71,7 +71,7 @@ def test_check_ignores_output_of_the_model(tmp_path: Path) -> None:
 
 def test_check_reports_the_load_error(tmp_path: Path) -> None:
     checked = check(Gateway(tmp_path, served(tmp_path, "class Other(Base): pass\n")))
-    assert checked.returncode == 1
+    assert checked.returncode == 78
     assert "model `own/1`: no class `Model` in `model.py`" in checked.stderr
 
 

@@ -53,6 +53,9 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     inferential = {"address": "tcp://127.0.0.1:0"}
     sections = {"workers": WORKERS, "http": http, "inferential": inferential}
     shared_memory = {"path": str(folder / "memory")}
+    (folder / "ratings.csv").write_text("user_id,item_id\n1,50\n42,181\n42,50\n")
+    source = {"name": "ratings", "path": "ratings.csv", "model": MODEL["name"]}
+    sections |= {"sources": [source], "source_reads": {"idle_s": 0.2}}
     with running(folder, [MODEL], shared_memory=shared_memory, **sections) as ready:
         yield ready
 

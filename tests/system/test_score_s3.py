@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from moto.server import ThreadedMotoServer
 
-from iskander.scoring.errors import SourceChanged, SourceError
+from iskander.errors import SourceChanged, SourceError
 from iskander.scoring.filters import parse_filter
 from iskander.scoring.sources import open_source
 from iskander.scoring.sources.files import FileSource

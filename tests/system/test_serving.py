@@ -351,6 +351,8 @@ def test_discovery_and_actions(gateway: Gateway) -> None:
         "unload",
         "contract",
         "shared-memory",
+        "drain",
+        "reload",
         "stats",
         "metrics",
     }

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 LAYERS = {
     "build_info": "",
     "errors": "",
+    "exit_codes": "errors",
     "clock": "",
     "decoders": "",
     "varint": "",
@@ -24,8 +25,9 @@ LAYERS = {
     "arrow": "errors config contract",
     "memory": "errors",
     "control": "errors clock decoders contract config",
-    "file_watcher": "errors",
+    "file_watcher": "errors clock",
     "auth": "errors clock config file_watcher",
+    "sources": "errors decoders config",
     "measurement": "errors clock decoders",
     "transport": "errors clock config memory control file_watcher auth",
     "scheduling": "errors clock contract config arrow memory control auth measurement",
@@ -35,32 +37,41 @@ LAYERS = {
     ),
     "protocols": (
         "errors clock decoders varint _generated contract config arrow memory control auth "
-        "measurement transport scheduling repository"
+        "measurement transport scheduling repository sources"
     ),
     "telemetry": (
-        "build_info errors clock config memory measurement transport scheduling supervision "
-        "repository"
+        "build_info errors clock decoders config memory file_watcher measurement transport "
+        "scheduling supervision repository"
     ),
     "gateway": (
-        "build_info errors clock config memory control auth measurement transport scheduling "
-        "supervision repository protocols telemetry"
+        "build_info errors exit_codes clock config memory control file_watcher auth measurement "
+        "transport scheduling supervision repository sources protocols telemetry"
     ),
+    "doctor": "errors clock config memory control transport supervision",
     "embed": "errors config measurement scheduling protocols gateway",
     # The clock: deadlines of calls and the age of connections.
     "client": "errors clock memory control",
     "scoring": "build_info errors clock client",
+    "source_reader": "errors decoders client scoring sources",
     "engines": "errors clock client scoring",
     "ray": "errors clock client scoring engines",
     # The parts of `ray` without Ray: columns, and the preference of one server.
     "spark": "errors client engines",
-    "iskander_worker": "build_info errors clock decoders varint contract memory control",
+    "load_generator": "errors clock client",
+    "iskander_worker": (
+        "build_info errors exit_codes clock decoders varint _generated contract memory control"
+    ),
     "cli": (
-        "build_info errors contract config arrow memory control auth transport scheduling "
-        "supervision repository protocols gateway client scoring engines ray iskander_worker"
+        "build_info errors exit_codes clock contract config arrow memory control auth measurement "
+        "transport scheduling supervision repository protocols gateway doctor client scoring "
+        "engines ray load_generator iskander_worker"
     ),
 }
 # Exceptions to the table, for type checkers only.
-TYPE_ONLY = {("iskander/telemetry/aggregate.py", "gateway")}
+TYPE_ONLY = {
+    ("iskander/telemetry/aggregate.py", "gateway"),
+    ("iskander/telemetry/aggregate_status.py", "gateway"),
+}
 
 # Modules that may import a library, and the alternative for all others.
 IMPORTERS = {
@@ -79,6 +90,8 @@ IMPORTERS = {
         ),
         "iskander.telemetry.admin or iskander.transport.http1.listener",
     ),
+    "jinja2": (("iskander/telemetry/page/renderer.py",), "iskander.telemetry.page.renderer"),
+    "markupsafe": (("iskander/telemetry/page/renderer.py",), "iskander.telemetry.page.renderer"),
     "uvicorn": (
         ("iskander/transport/http1/listener.py", "iskander/transport/http1/connection.py"),
         "iskander.transport.http1.listener",
@@ -87,8 +100,12 @@ IMPORTERS = {
     "pyarrow.flight": (("iskander/client/",), "iskander.client"),
     "ray": (("iskander/ray/",), "iskander.ray"),
     "pyspark": ((), "the methods of the caller's DataFrame, as iskander.spark does"),
+    "opentelemetry": (
+        ("iskander/telemetry/tracing/exporter.py", "iskander/client/trace_context.py"),
+        "iskander.telemetry.tracing.exporter, in a process of its own",
+    ),
     "stamina": (("iskander/client/retry.py",), "iskander.client.retry"),
-    "grpc": ((), "iskander.transport.http2"),
+    "grpc": (("workers/iskander_worker/remote/server.py",), "iskander.transport.http2"),
     "hpack": (("iskander/transport/http2/header_block_reader.py",), "iskander.transport.http2"),
     "watchfiles": (
         ("iskander/repository/changes.py",),
@@ -96,11 +113,15 @@ IMPORTERS = {
     ),
     "zmq": (("iskander/control/zmq_channel.py",), "iskander.control.channel"),
     "uvloop": (("iskander/gateway/__main__.py",), "the running loop"),
-    "google.protobuf": (("iskander/protocols/",), "the protocols"),
+    "google.protobuf": (
+        ("iskander/protocols/", "workers/iskander_worker/remote/messages.py"),
+        "the protocols",
+    ),
     "onnxruntime": (
         (
             "workers/iskander_worker/backends/onnx.py",
             "workers/iskander_worker/backends/onnx_binding.py",
+            "iskander/doctor/runtimes.py",
         ),
         "iskander_worker.backends",
     ),
@@ -110,7 +131,10 @@ IMPORTERS = {
             "iskander/protocols/flight/",
             "iskander/cli/",
             "iskander/client/",
+            "iskander/load_generator/batches.py",
+            "iskander/load_generator/run.py",
             "iskander/scoring/",
+            "iskander/source_reader/",
             "iskander/engines/",
             "iskander/ray/",
             "iskander/spark/",
@@ -131,6 +155,7 @@ IMPORTERS = {
             "iskander/supervision/worker.py",
             "iskander/supervision/model_check.py",
             "iskander/scoring/server.py",
+            "iskander/sources/readers.py",
             "workers/iskander_worker/sandbox/client.py",
         ),
         "the supervisor, or iskander_worker.sandbox.client",
@@ -172,11 +197,35 @@ PURE = (
     "iskander/supervision/lifecycle.py",
     "iskander/supervision/placement.py",
     "iskander/measurement/histogram.py",
+    "iskander/measurement/interval.py",
+    "iskander/telemetry/history.py",
+    "iskander/telemetry/status_merge.py",
+    "iskander/telemetry/page/formats.py",
+    "iskander/telemetry/page/plots.py",
+    "iskander/telemetry/page/tables.py",
+    "iskander/cli/top_screen.py",
+    "iskander/cli/top_snapshot.py",
     "iskander/cli/tables.py",
+    "iskander/config/changes.py",
+    *(f"iskander/doctor/checks/{name}.py" for name in ("cpus", "limits", "memory", "system")),
+    "iskander/doctor/checks/runtimes.py",
+    "iskander/doctor/checks/subject.py",
+    "iskander/doctor/demand.py",
+    "iskander/doctor/diagnosis.py",
+    "iskander/load_generator/batches.py",
+    "iskander/load_generator/figures.py",
+    "iskander/load_generator/schedule.py",
     "iskander/client/matching.py",
     "iskander/client/model.py",
     "iskander/client/slicing.py",
+    "iskander/sources/messages.py",
+    "iskander/sources/query.py",
+    "iskander/sources/tickets.py",
+    "iskander/source_reader/parts.py",
     "iskander/spark/schemas.py",
+    "workers/iskander_worker/remote/messages.py",
+    "workers/iskander_worker/remote/statuses.py",
+    "workers/iskander_worker/remote/tensors.py",
     "iskander/protocols/flight/batch_limits.py",
     "iskander/protocols/flight/data.py",
     "iskander/protocols/oip/http/json_values.py",
@@ -194,6 +243,10 @@ PURE = (
     "iskander/transport/cpu_allowance.py",
     "iskander/arrow/rank.py",
     "iskander/protocols/inferential/terms.py",
+    "iskander/protocols/trace_context.py",
+    "iskander/telemetry/tracing/records.py",
+    "iskander/telemetry/tracing/sampling.py",
+    "iskander/telemetry/tracing/spans.py",
     "iskander/protocols/inferential/wire.py",
     "iskander/transport/zmtp/frames.py",
 )

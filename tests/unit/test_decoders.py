@@ -21,9 +21,9 @@ for package in (iskander, iskander_worker):
         if module.name.endswith(("__main__", ".torch")):
             continue
         for kind in vars(importlib.import_module(module.name)).values():
-            if kind in (InFlightBatch, BatchPart):  # Never decoded.
+            if not inspect.isclass(kind) or kind in (InFlightBatch, BatchPart):  # Never decoded.
                 continue
-            if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
+            if issubclass(kind, msgspec.Struct):
                 try:
                     msgspec.json.Decoder(kind)
                 except TypeError:  # It is only encoded.

@@ -5,7 +5,8 @@ and only then are NumPy and ONNX Runtime imported, so that their threads and pag
 the right cores.
 
 Exit codes: 0 drained; 2 wrong usage; 69 no gateway; 70 a bug; 71 the system refused memory;
-76 the gateway speaks another version or rejected this worker.
+76 the gateway speaks another version or rejected this worker; 78 the interpreter of the model's
+workers lacks something.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ from typing import TYPE_CHECKING
 from iskander import __version__, clock
 from iskander.build_info import describe
 from iskander.control import attach
+from iskander.control.identity import gateway_id
 from iskander.control.messages import PROTOCOL_VERSION, Hello, Welcome
 from iskander.errors import NotReady, ProtocolError, SegmentError
+from iskander.exit_codes import ExitCode, summary
 from iskander_worker.affinity import pin_process, set_library_environment
 
 if TYPE_CHECKING:
     from iskander_worker.loop import WorkerLoop
 
-EXIT_DRAINED, EXIT_BUG = 0, 70
-EXIT_CODES = {NotReady: 69, SegmentError: 71, ProtocolError: 76}
+EXIT_CODES = {
+    NotReady: ExitCode.UNAVAILABLE,
+    SegmentError: ExitCode.MEMORY,
+    ProtocolError: ExitCode.PROTOCOL,
+}
 CONNECT_PAUSE_S = 0.05
 ANSWER_TIMEOUT_S = 600.0
 """The gateway allocates this worker's memory before it answers: a second or two for a GiB."""
@@ -44,7 +50,8 @@ def main() -> None:
         description="Run models for an iskander-gateway: attach to its socket, pin this process "
         "to the cores that the gateway assigns, load the models and compute batches.",
         epilog="SIGTERM finishes the running batches and exits 0. When the gateway dies, the "
-        "worker keeps its models and waits for the next one; an orderly stop ends it.",
+        "worker keeps its models and waits for the next one; an orderly stop ends it. "
+        f"{summary('iskander-worker')}",
     )
     parser.add_argument(
         "--attach",
@@ -78,7 +85,7 @@ def main() -> None:
     if arguments.attach is None:
         parser.error("the following arguments are required: --attach")
     # The loop installs its own handlers; before that there is nothing to finish.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_DRAINED))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.DONE))
     try:
         sys.exit(_work(arguments))
     except (NotReady, ProtocolError, SegmentError) as error:
@@ -86,7 +93,7 @@ def main() -> None:
         sys.exit(EXIT_CODES[type(error)])
     except AssertionError as error:
         _log(f"bug: {error}")
-        sys.exit(EXIT_BUG)
+        sys.exit(ExitCode.BUG)
 
 
 def _work(arguments: argparse.Namespace) -> int:
@@ -104,7 +111,7 @@ def _work(arguments: argparse.Namespace) -> int:
     while True:
         connection = _connect(path, deadline_ns, loop)
         if connection is None:
-            return EXIT_DRAINED
+            return ExitCode.DONE
         try:
             attach.require_same_user(connection)
             greet(connection)
@@ -125,10 +132,11 @@ def _work(arguments: argparse.Namespace) -> int:
             from iskander_worker.loop import WorkerLoop
 
             backends.is_one_pool = answer.has_one_pool
+            backends.gateway_id = gateway_id(Path(path).resolve().parent)
             loop = WorkerLoop(answer.cores)
         elif hello.cpus != answer.cpus:
             _log("exiting: the new gateway assigned other cores, and a pinned worker cannot move")
-            return EXIT_DRAINED
+            return ExitCode.DONE
         if lock is None or answer.index != hello.index:
             # Also held without a gateway: it shows the next gateway that this process runs.
             if lock is not None:
@@ -141,8 +149,8 @@ def _work(arguments: argparse.Namespace) -> int:
         first = Attachment(path, connection, answer, descriptors)
         if loop.serve(Attachments(first, greet, notices), on_iteration=lock.acquire):
             if not loop.finish():
-                os._exit(EXIT_DRAINED)
-            return EXIT_DRAINED
+                os._exit(ExitCode.DONE)
+            return ExitCode.DONE
         deadline_ns = _deadline_ns(answer.reattach_s)
         _log("connection to the gateway lost; keeping the models and waiting for the next gateway")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from iskander.clock import now_ns
@@ -23,6 +24,8 @@ from iskander.control.messages import (
     Load,
     Loaded,
     LoadFailed,
+    Probe,
+    Probed,
     Stepped,
     ToGateway,
     Unload,
@@ -32,6 +35,7 @@ from iskander.control.messages import (
 )
 from iskander.errors import Cancelled, IskanderError, ManifestError
 from iskander_worker.attachments import Attachment, Attachments
+from iskander_worker.backends import Run
 from iskander_worker.loading.loader import LoadQueue
 
 SHARED_ANSWER_NS: Final = 100_000
@@ -98,8 +102,11 @@ class WorkerLoop:
                     if answers and not _is_brief(message, attachment):
                         channel.send(encode(answers))
                         answers = []
-                    attachments.heartbeat(attachment, message.batch_id, message.model)
-                    self._execute(message, attachment, answers)
+                    beat = partial(
+                        attachments.heartbeat, attachment, message.batch_id, message.model
+                    )
+                    beat()
+                    self._execute(message, attachment, answers, beat)
                     if self._loads.is_busy:
                         self._answer_load(attachments)
                 elif isinstance(message, Load):
@@ -108,6 +115,11 @@ class WorkerLoop:
                     attachment.executor.drop(message.model)
                     self._close_unused(attachments)
                     answers.append(Unloaded(message.model))
+                elif isinstance(message, Probe):
+                    run, session = Run(), attachment.executor.sessions.get(message.model)
+                    run.heartbeat = attachments.heartbeat
+                    reason = session.probe(run) if session is not None else ""
+                    answers.append(Probed(message.model, reason))
                 else:
                     assert isinstance(message, Drain)
                     channel.send(encode(answers))
@@ -130,17 +142,26 @@ class WorkerLoop:
                 each.send_leaving()
         return is_first
 
-    def _execute(self, message: Execute, attachment: Attachment, answers: list[ToGateway]) -> None:
+    def _execute(
+        self,
+        message: Execute,
+        attachment: Attachment,
+        answers: list[ToGateway],
+        heartbeat: Callable[[], None],
+    ) -> None:
         # Step 6
         begun_ns = now_ns()
         canceller = attachment.canceller
         run = canceller.begin(message.batch_id)
+        run.deadline_ns, run.hops, run.heartbeat = message.deadline_ns, message.hops, heartbeat
         try:
             attachment.executor.execute(message, run)
         except IskanderError as error:
             is_aborted = canceller.end()
             reason = Cancelled("batch cancelled: its callers are gone") if is_aborted else error
-            answers.append(Failed(message.batch_id, reason.code, reason.message))
+            answers.append(
+                Failed(message.batch_id, reason.code, reason.message, reason.retry_after_ms)
+            )
             run.steps = ()
             return
         canceller.end()

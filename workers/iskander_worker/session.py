@@ -23,7 +23,7 @@ from iskander.contract.tensors import Contract
 from iskander.control.messages import ModelSpec
 from iskander.memory.heartbeat import model_digest
 from iskander_worker.arrays import ArrayBatch, Compute
-from iskander_worker.backends import BindingModel, Bound, Model, load_model
+from iskander_worker.backends import BindingModel, Bound, Model, RemoteModel, Run, load_model
 from iskander_worker.loading.model_files import folder_sha256
 from iskander_worker.loading.opener import require_trusted
 from iskander_worker.postprocess import PostProcessor
@@ -96,8 +96,14 @@ class Session:
         """Release the model."""
         self._model.close()
 
+    def probe(self, run: Run) -> str:
+        """Return why the server of a remote model is not ready; empty if it is."""
+        return self._model.probe(run) if isinstance(self._model, RemoteModel) else ""
+
     def warm_up(self, rows_max: int) -> None:
         """Run the first batches, of at most `rows_max` rows, before any caller's."""
+        if isinstance(self._model, RemoteModel) and not self._warm_up.samples:
+            return
         generated = msgspec.structs.replace(self._warm_up, samples="")
         for each in self._buckets:
             warm(each, self._folder, generated, rows_max)

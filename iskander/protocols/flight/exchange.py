@@ -27,6 +27,7 @@ from iskander.protocols.flight.plan import Plan
 from iskander.protocols.flight.shared_memory import SharedCodec
 from iskander.protocols.flight.split import SplitBatch, split_batch
 from iskander.protocols.stream_terms import StreamTerms
+from iskander.protocols.traced_call import EXCHANGE, GONE
 from iskander.protocols.window import Window
 from iskander.repository.models import Models
 from iskander.scheduling.dispatch import Dispatcher
@@ -154,7 +155,11 @@ class Exchange:
         self._limits = limits
         self._plan = plan
         self._region = region
-        self._terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
+        self._tracer = dispatcher.tracer
+        self._opened_ns = now_ns()
+        self._terms = StreamTerms(
+            call.metadata, call.deadline_ns, call.source, is_traced=self._tracer is not None
+        )
         self._codec: StreamCodec | None = None
         self.target = StreamTarget(find, models, self._terms.route_key)
         self._window = Window(limits)
@@ -192,6 +197,8 @@ class Exchange:
                 preparation.cancel()
             for pending in self._unwritten:
                 self._withdraw(pending)
+                if self._tracer is not None:
+                    self._trace(pending, GONE)
             self._unwritten.clear()
 
     def stop(self, error: IskanderError) -> None:
@@ -333,6 +340,8 @@ class Exchange:
                 self._append(pending)
                 self._dispatcher.submit(pending)
         except IskanderError as error:
+            if self._tracer is not None and pending is not None:
+                self._trace(pending, error)
             self._reject(error)
         except Exception:
             log.exception("stream: batch admission failed")
@@ -362,11 +371,16 @@ class Exchange:
             pending.response = self._codec.prepare(parsed, b"")
             self._append(pending)
             self._write_soon()
-        elif self._input_arena.admit(pending):
-            self._append(pending)
-            self._dispatcher.submit(pending)
-        else:
-            return pending
+            return None
+        try:
+            if not self._input_arena.admit(pending):
+                return pending
+        except IskanderError as error:
+            if self._tracer is not None:
+                self._trace(pending, error)
+            raise
+        self._append(pending)
+        self._dispatcher.submit(pending)
         return None
 
     async def _admit_portions(self, split: SplitBatch) -> None:
@@ -449,9 +463,13 @@ class Exchange:
                 elif self._terms.is_in_band:
                     frames = self._codec.error_frames(pending.error)
                 else:
+                    if self._tracer is not None:
+                        self._trace(pending, pending.error)
                     return self._finish_run(pending.error)
                 for parts in frames:
                     call.send(*parts)
+                if self._tracer is not None:
+                    self._trace(pending, pending.error)
         except Exception:
             log.exception("stream: write failed")
             return self._finish_run(IskanderError("the server failed to write the stream"))
@@ -461,9 +479,22 @@ class Exchange:
             self._read()
         return None
 
+    def _trace(
+        self, pending: PendingBatch | SplitBatch | RejectedBatch, error: IskanderError | None
+    ) -> None:
+        """Record the end of a batch, or of each portion of a split one."""
+        assert self._tracer is not None
+        if isinstance(pending, SplitBatch):
+            for request in pending.requests:
+                self._tracer.on_end(request, EXCHANGE, error)
+        elif isinstance(pending, PendingBatch):
+            self._tracer.on_end(pending, EXCHANGE, error)
+
     def _end(self, error: Exception | None) -> None:
         """Stop reading; finish the stream once all earlier results are written."""
         self._is_ended = True
+        if self._tracer is not None and self._codec is None and isinstance(error, IskanderError):
+            self._tracer.on_refused(EXCHANGE, self._terms.trace, self._opened_ns, error)
         self._end_error = None if error is None else detach(error)
         self._write_soon()
 

@@ -6,7 +6,7 @@ Runs on: gateway loop. Source: Arrow Flight RPC protocol.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,13 @@ from iskander.protocols.flight.batch_limits import batch_limits
 from iskander.protocols.flight.exchange import OPEN_S, Exchange
 from iskander.protocols.flight.plan import Plan
 from iskander.protocols.flight.regions import RegionServer
+from iskander.protocols.flight.sources import FlightSources
 from iskander.repository.models import Models, describe
 from iskander.repository.peers import Peers
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
+from iskander.sources.query import SourceQuery, read_query
 from iskander.transport.http2.call import Call
 
 SERVICE = "arrow.flight.protocol.FlightService"
@@ -47,14 +49,23 @@ ACTIONS = {
     "contract": 'Body {"model": NAME, "version": VERSION?}. The contract as JSON, with limits, '
     "versions and aliases; then the schemas of its inputs and results as Arrow IPC messages.",
     "shared-memory": "Socket path and size limit of shared memory regions; one JSON object.",
+    "drain": "Stop the server as SIGTERM does, for a token that may manage all models; one object.",
+    "reload": "Apply the changed settings of the configuration file, for such a token; one object "
+    "with `changed` and `needs_restart`.",
     "stats": "State of lanes, workers and memory; one JSON object.",
     "metrics": 'Body {"name"?, "labels"?, "window_s"?}. Recent values of each metric: count, mean, '
     "minimum, maximum, percentiles and the latest; one JSON object.",
 }
+SERVER_ACTIONS = ("drain", "metrics", "reload", "shared-memory", "stats")
 
 
 class FlightService:
-    """Handlers of the FlightService calls; `stats` returns the result of the `stats` action."""
+    """Handlers of the FlightService calls; `stats` returns the result of the `stats` action.
+
+    Attributes:
+        sources: Sources of the configuration; None without any.
+        operate: Runs the actions `drain` and `reload` of an operator; None if they are unavailable.
+    """
 
     def __init__(
         self,
@@ -78,13 +89,25 @@ class FlightService:
         self._regions = regions
         self._plans: dict[tuple[int, bytes], Plan] = {}
         self.exchanges: dict[Exchange, Grant] = {}
+        self.sources: FlightSources | None = None
+        self.operate: Callable[[str], Awaitable[dict[str, Any]]] | None = None
         self.is_draining = False
 
+    @property
+    def has_work(self) -> bool:
+        """Whether any stream or read of a source is open."""
+        return bool(self.exchanges or (self.sources is not None and self.sources.reads))
+
     def drain(self) -> None:
-        """Stop reading batches."""
+        """Stop reading batches; the streams of open reads of sources resume."""
         self.is_draining = True
         for exchange in list(self.exchanges):
             exchange.stop(Draining("the server is stopping; retry on another", retry_after_ms=0))
+
+    def configure(self, limits: LimitsConfig) -> None:
+        """Apply the limits to new streams; open ones keep theirs."""
+        self.limits = limits
+        self._plans.clear()
 
     def check_grants(self) -> None:
         """Stop streams whose grant was revoked."""
@@ -97,6 +120,8 @@ class FlightService:
                     grant.require_model(lane.model.name)
             except IskanderError as error:
                 exchange.stop(error)
+        if self.sources is not None:
+            self.sources.check_grants()
 
     def plan(self, lane: Lane, header: bytes) -> Plan:
         """The plan for a lane and a schema, cached. Raises as `Plan` does."""
@@ -113,8 +138,8 @@ class FlightService:
 
     async def do_exchange(self, call: Call) -> None:
         """Serve a stream; see `Exchange`."""
-        if self.is_draining:
-            raise Draining("the server is stopping", retry_after_ms=0)
+        if self.sources is None or not self.sources.is_reader(call):
+            self._require_open()
         if len(self.exchanges) >= self.limits.streams:
             limit = f"limit {self.limits.streams} (`limits.streams`)"
             text = f"{len(self.exchanges)} streams are open, {limit}"
@@ -144,19 +169,31 @@ class FlightService:
         call.end(metadata=tuple((HEADER, f"Bearer {token}") for token in tokens))
 
     async def list_flights(self, _: bytes, call: Call) -> None:
-        """List the loaded model versions that the caller may use."""
+        """List the loaded model versions, and the sources, that the caller may use."""
         for lane in self.models:
             if lane.contract is not None and call.grant.may_call(lane.model.name):
                 await call.write(_info(lane))
+        if self.sources is not None:
+            for info in self.sources.list(call.grant):
+                await call.write(info)
 
     async def get_flight_info(self, raw: bytes, grant: Grant) -> bytes:
-        """Return a model's result schema, and its contract as JSON in `app_metadata`."""
-        return _info(self._loaded(raw, grant))
+        """Return a model's result schema, and its contract as JSON; or endpoints of a source."""
+        descriptor = _parse(flight_pb2.FlightDescriptor, raw)
+        if self.sources is None or (query := self._query(descriptor)) is None:
+            return _info(self._loaded(descriptor, grant))
+        self._require_open()
+        return await self.sources.info(query, descriptor, grant)
 
     async def get_schema(self, raw: bytes, grant: Grant) -> bytes:
-        """Return a model's result schema, without passed-through columns."""
-        schema = flight_pb2.SchemaResult(schema=_result_schema(self._loaded(raw, grant)))
-        result: bytes = schema.SerializeToString()
+        """Return a model's result schema, without passed-through columns, or a source's."""
+        descriptor = _parse(flight_pb2.FlightDescriptor, raw)
+        if self.sources is None or (query := self._query(descriptor)) is None:
+            schema = _result_schema(self._loaded(descriptor, grant))
+        else:
+            self._require_open()
+            schema = await self.sources.schema(query, grant)
+        result: bytes = flight_pb2.SchemaResult(schema=schema).SerializeToString()
         return result
 
     async def list_actions(self, _: bytes, call: Call) -> None:
@@ -172,9 +209,12 @@ class FlightService:
             body = result if isinstance(result, bytes) else msgspec.json.encode(result)
             await call.write(flight_pb2.Result(body=body).SerializeToString())
 
-    async def do_get(self, raw: bytes, _: Call) -> None:
-        """Not supported."""
-        raise Unsupported("this server keeps no data to get; send batches with DoExchange")
+    async def do_get(self, raw: bytes, call: Call) -> None:
+        """Send the scored rows of a source's ticket."""
+        if self.sources is None:
+            raise Unsupported("this server keeps no data to get; send batches with DoExchange")
+        self._require_open()
+        await self.sources.get(_parse(flight_pb2.Ticket, raw).ticket, call)
 
     async def do_put(self, _: Call) -> None:
         """Not supported."""
@@ -184,11 +224,32 @@ class FlightService:
         """Not supported."""
         raise Unsupported("PollFlightInfo is not supported; use GetFlightInfo")
 
-    def _find(self, grant: Grant, raw: bytes, key: str) -> Lane:
-        return self.models.find(*_permitted_model(grant, raw), key)
+    def describe(self, lane: Lane) -> list[bytes]:
+        """Return a model's contract: JSON, and the schemas of inputs and results."""
+        assert lane.contract is not None
+        described = describe(lane) | {"limits": batch_limits(lane.contract, self.limits)}
+        described |= self.models.describe_versions(lane.model.name)
+        inputs = request_schema(lane.contract).serialize().to_pybytes()
+        return [msgspec.json.encode(described), inputs, _result_schema(lane)]
 
-    def _loaded(self, raw: bytes, grant: Grant) -> Lane:
-        return self.models.find_loaded(*_permitted_model(grant, raw))
+    def _find(self, grant: Grant, raw: bytes, key: str) -> Lane:
+        descriptor = _parse(flight_pb2.FlightDescriptor, raw)
+        return self.models.find(*_permitted_model(grant, descriptor), key)
+
+    def _loaded(self, descriptor: flight_pb2.FlightDescriptor, grant: Grant) -> Lane:
+        return self.models.find_loaded(*_permitted_model(grant, descriptor))
+
+    def _require_open(self) -> None:
+        if self.is_draining:
+            raise Draining("the server is stopping", retry_after_ms=0)
+
+    def _query(self, descriptor: flight_pb2.FlightDescriptor) -> SourceQuery | None:
+        """The query of a descriptor; None if it names a model."""
+        if descriptor.type == flight_pb2.FlightDescriptor.CMD:
+            return read_query(descriptor.cmd)
+        path = list(descriptor.path)
+        is_source = self.sources is not None and len(path) == 1 and path[0] in self.sources
+        return SourceQuery(source=path[0]) if is_source else None
 
     async def _act(self, name: str, body: bytes, grant: Grant) -> list[Any]:
         """Results of an action: IPC messages, or objects to encode as JSON."""
@@ -199,28 +260,32 @@ class FlightService:
             return [state]
         if name == "models":
             return [[m for m in self.models.describe_all() if grant.may_call(m["name"])]]
-        if name in ("metrics", "shared-memory", "stats"):
-            grant.require_token()
-            if name == "metrics":
-                return [await self._recent.answer(body)]
-            return [self._stats() if name == "stats" else self._regions.describe()]
+        if name in SERVER_ACTIONS:
+            return [await self._act_on_server(name, body, grant)]
         if name not in ("contract", "load", "unload"):
             raise Unsupported(f"unknown action `{name[:100]}`; available: {', '.join(ACTIONS)}")
         query = _read_query(name, body)
         if name == "contract":
             grant.require_model(query.model)
-            lane = self.models.find_loaded(query.model, query.version_text)
-            assert lane.contract is not None
-            inputs = request_schema(lane.contract).serialize().to_pybytes()
-            described = {"limits": batch_limits(lane.contract, self.limits)}
-            described |= self.models.describe_versions(lane.model.name)
-            return [describe(lane) | described, inputs, _result_schema(lane)]
+            return [*self.describe(self.models.find_loaded(query.model, query.version_text))]
         grant.require_manage(query.model)
         if name == "load":
             versions = await self._peers.load(query.model)
         else:
             versions = await self._peers.unload(query.model, query.version_text)
         return [{"model": query.model, "versions": versions}]
+
+    async def _act_on_server(self, name: str, body: bytes, grant: Grant) -> Any:  # noqa: ANN401
+        """Result of an action that concerns no single model."""
+        if name in ("drain", "reload"):
+            grant.require_operator(name)
+            if self.operate is None:
+                raise Unsupported(f"`{name}` is not available in this gateway")
+            return await self.operate(name)
+        grant.require_token()
+        if name == "metrics":
+            return await self._recent.answer(body)
+        return self._stats() if name == "stats" else self._regions.describe()
 
 
 @thread_safe
@@ -256,9 +321,10 @@ def _parse(kind: type[Message], raw: bytes) -> Any:  # noqa: ANN401
         raise MalformedInput(f"the message is not a {kind.__name__}") from None
 
 
-def _permitted_model(grant: Grant, raw: bytes) -> tuple[str, str | None]:
+def _permitted_model(
+    grant: Grant, descriptor: flight_pb2.FlightDescriptor
+) -> tuple[str, str | None]:
     """Model and version of a descriptor; the grant must permit the model."""
-    descriptor = _parse(flight_pb2.FlightDescriptor, raw)
     path = list(descriptor.path)
     if descriptor.type != flight_pb2.FlightDescriptor.PATH or len(path) not in (1, 2):
         raise MalformedInput("wanted a path descriptor: [model] or [model, version]")

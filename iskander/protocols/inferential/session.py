@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from iskander.auth.source import UNKNOWN_SOURCE, Source
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns, wall_ns
-from iskander.errors import INTERNAL, Draining, IskanderError, Overloaded
+from iskander.errors import INTERNAL, DeadlineExceeded, Draining, IskanderError, Overloaded
 from iskander.protocols.inferential.terms import read_terms
 from iskander.protocols.inferential.wire import (
     InputTensors,
@@ -32,6 +32,7 @@ from iskander.protocols.inferential.wire import (
     render_results,
 )
 from iskander.protocols.tensors import RequestTensors, read_inputs
+from iskander.protocols.traced_call import GONE, OBSERVATION
 from iskander.protocols.window import Window
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS, Request, Terms
@@ -47,6 +48,7 @@ NAME_MAX: Final = 128
 FAILED_MAX: Final = 1024
 """Limit of error replies that wait behind results."""
 RETRY_MS: Final = 1000
+LATE: Final = DeadlineExceeded("not answered before its deadline")
 
 
 class _Pending(Request):
@@ -103,6 +105,7 @@ class Session:
         self._service = service
         self._connection = connection
         self._limits = service.limits
+        self._tracer = service.dispatcher.tracer
         self._replies: dict[str, deque[_Pending | _Rejected]] = {}
         self._window = Window(service.limits)
         self._failed = 0
@@ -164,6 +167,7 @@ class Session:
             for pending in replies:
                 if isinstance(pending, _Pending):
                     self._service.dispatcher.withdraw(pending)
+                    self._trace(pending, GONE)
                 self._service.metrics.on_unsent(self.labels)
         self._replies.clear()
         self._service.budget.release(self.unread_bytes)
@@ -184,6 +188,7 @@ class Session:
         assert isinstance(request, _Pending)
         if self._service.is_silent:
             self._drop(request)
+            self._trace(request, error)
             self._service.metrics.on_rejected(self.labels, request.address.model, error)
         else:
             self._leave_window(request)
@@ -218,6 +223,7 @@ class Session:
             newest_wins=service.config.newest_wins,
             wall_ns=wall_ns(),
             source=self._source,
+            is_traced=self._tracer is not None,
         )
         name, _, version = address.model.partition("/")
         service.grant.require_model(name)
@@ -244,6 +250,7 @@ class Session:
         try:
             is_admitted = self._service.input_arena.admit(pending)
         except IskanderError as error:
+            self._trace(pending, error)
             return self._reject(pending.address, error, pending.deadline_ns)
         if is_admitted:
             self._enter_window(pending)
@@ -257,6 +264,7 @@ class Session:
             self._enter_window(pending)
             self._service.dispatcher.submit(pending)
         except IskanderError as error:
+            self._trace(pending, error)
             self._reject(pending.address, error, pending.deadline_ns)
         except Exception:
             log.exception("internal error in the admission of an observation")
@@ -319,8 +327,13 @@ class Session:
             pending.lane.count_missed(pending)
             self._service.metrics.on_late(self.labels)
             self._drop(pending)
+            self._trace(pending, LATE)
         self._arm_expiry()
         self._write_soon()
+
+    def _trace(self, pending: _Pending, error: IskanderError | None) -> None:
+        if self._tracer is not None:
+            self._tracer.on_end(pending, OBSERVATION, error)
 
     def _unanswered(self) -> Iterator[_Pending]:
         for replies in self._replies.values():
@@ -349,6 +362,8 @@ class Session:
                 else:
                     self._failed -= 1
                 self._reply(pending)
+                if isinstance(pending, _Pending):
+                    self._trace(pending, pending.error)
             if not replies:
                 del self._replies[model]
         if not self._is_lost:

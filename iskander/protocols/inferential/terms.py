@@ -1,6 +1,7 @@
 """Terms of an observation, from fields of its envelope and strings of its metadata.
 
-Metadata example: `observe(..., deadline_ms="30")`. Other metadata keys are ignored.
+Metadata example: `observe(..., deadline_ms="30")`. The keys `traceparent` and `tracestate` are the
+caller's span. Other metadata keys are ignored.
 
 Pure. Source: the protocol of the package `inferential` 1.4.
 """
@@ -17,6 +18,7 @@ from iskander.clock import NS_PER_MS
 from iskander.decoders import thread_safe
 from iskander.errors import MalformedInput
 from iskander.protocols.terms import DAY_MS, Milliseconds
+from iskander.protocols.trace_context import PARENT, STATE, parse_context
 from iskander.scheduling.request import PRIORITY_MAX, Terms
 
 
@@ -40,6 +42,7 @@ def read_terms(
     newest_wins: bool,
     wall_ns: int,
     source: Source = UNKNOWN_SOURCE,
+    is_traced: bool = False,
 ) -> Terms:
     """Return the terms of an observation; raises MalformedInput for an invalid one in its metadata.
 
@@ -49,8 +52,11 @@ def read_terms(
         newest_wins: Default for metadata without that key.
         wall_ns: Current wall-clock time.
         source: Source of the request.
+        is_traced: Whether the caller's span is read.
     """
-    terms = _read_metadata(envelope.metadata)
+    metadata = envelope.metadata
+    terms = _read_metadata(metadata)
+    is_traced = is_traced and PARENT in metadata
     urgency, stamp_ns = envelope.urgency, envelope.timestamp_ns
     steps = envelope.steps_remaining if envelope.HasField("steps_remaining") else None
     return Terms(
@@ -64,6 +70,7 @@ def read_terms(
         age_ms=max(wall_ns - stamp_ns, 0) / NS_PER_MS if stamp_ns else 0.0,
         is_newest_wins=newest_wins if terms.newest_wins is None else terms.newest_wins,
         source=source,
+        trace=parse_context(metadata[PARENT], metadata.get(STATE, "")) if is_traced else None,
     )
 
 

@@ -34,6 +34,7 @@ from iskander.protocols.tensors import (
     result_ranges,
     result_tensors,
 )
+from iskander.protocols.traced_call import TracedCall
 from iskander.repository.models import Models
 from iskander.scheduling.lane import Lane
 from iskander.transport.http2.call import Call, Message
@@ -87,7 +88,13 @@ class Inference:
         self._layouts: dict[_Key, _Layout] = {}
 
     async def answer(
-        self, scanned: Scanned, terms: StreamTerms, call: Call, *, is_streamed: bool = False
+        self,
+        scanned: Scanned,
+        terms: StreamTerms,
+        call: Call,
+        traced: TracedCall | None = None,
+        *,
+        is_streamed: bool = False,
     ) -> list[Message]:
         """Run a request, and return a ModelInferResponse in parts.
 
@@ -106,7 +113,11 @@ class Inference:
                 tensors, charged_bytes = self.tensors(resolved, scanned, call)
             merged, lane = terms.merged(parsed.terms), resolved.lane
             results = await self._submitter.infer(
-                lane, tensors, terms=merged, call_deadline_ns=terms.deadline_ns
+                lane,
+                tensors,
+                terms=merged,
+                call_deadline_ns=terms.deadline_ns,
+                traced=traced,
             )
         finally:
             if charged_bytes:

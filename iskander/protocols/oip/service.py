@@ -20,6 +20,7 @@ from iskander.protocols.oip.unary import Reject, UnaryInfer
 from iskander.protocols.oip.wire import scan
 from iskander.protocols.stream_terms import StreamTerms
 from iskander.protocols.submit import RequestSubmitter
+from iskander.protocols.traced_call import MODEL_INFER, TracedCall
 from iskander.repository.models import Models
 from iskander.repository.peers import Peers
 from iskander.scheduling.lane import Lane
@@ -55,7 +56,7 @@ class OipService:
             "CudaSharedMemoryUnregister": _unregister("Cuda"),
             "SystemSharedMemoryRegister": _unsupported("the server does not read shared memory"),
             "CudaSharedMemoryRegister": _unsupported("the server does not read GPU memory"),
-            "TraceSetting": _unsupported("the server does not write traces"),
+            "TraceSetting": _unsupported("traces are configured at the start of the server"),
             "LogSettings": _unsupported("logging is configured at the start of the server"),
         }
 
@@ -81,13 +82,18 @@ class OipService:
     async def infer(self, raw: Message, call: Call) -> None:
         """Answer one request in a task."""
         with self._submitter.open_call(caller=call.caller):
-            terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
-            scanned = scan(raw, self._submitter.limits)
-            await call.answer(*await self._inference.answer(scanned, terms, call))
+            tracer = self._submitter.tracer
+            terms = StreamTerms(
+                call.metadata, call.deadline_ns, call.source, is_traced=tracer is not None
+            )
+            with TracedCall(tracer, MODEL_INFER, terms.trace) as traced:
+                scanned = scan(raw, self._submitter.limits)
+                await call.answer(*await self._inference.answer(scanned, terms, call, traced))
 
     async def stream_infer(self, call: Call) -> None:
         """Serve a stream of requests; see `InferStream`."""
-        stream = InferStream(call, self._inference, self._submitter.limits)
+        limits, tracer = self._submitter.limits, self._submitter.tracer
+        stream = InferStream(call, self._inference, limits, tracer)
         with self._submitter.open_call(stream.drain, call.caller):
             self._streams.add(stream)
             try:

@@ -18,7 +18,9 @@ from iskander.errors import Draining, IskanderError, detach
 from iskander.protocols.oip.infer import Inference
 from iskander.protocols.oip.wire import in_stream, scan
 from iskander.protocols.stream_terms import StreamTerms
+from iskander.protocols.traced_call import MODEL_STREAM_INFER, TracedCall
 from iskander.protocols.window import Window
+from iskander.scheduling.tracing import Tracer
 from iskander.transport.http2.call import Call, Message
 
 log = logging.getLogger("iskander.oip")
@@ -30,11 +32,16 @@ STATUS_METADATA = ("triton_grpc_error", "true")
 class InferStream:
     """One stream; its window has the limits of Flight's streams."""
 
-    def __init__(self, call: Call, inference: Inference, limits: LimitsConfig) -> None:
+    def __init__(
+        self, call: Call, inference: Inference, limits: LimitsConfig, tracer: Tracer | None = None
+    ) -> None:
         self._call = call
         self._inference = inference
         self._limits = limits
-        self._terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
+        self._tracer = tracer
+        self._terms = StreamTerms(
+            call.metadata, call.deadline_ns, call.source, is_traced=tracer is not None
+        )
         self._ends_on_error = STATUS_METADATA in call.metadata
         self._window = Window(limits)
         # Private memory of each request in flight: its message and its response.
@@ -123,10 +130,13 @@ class InferStream:
         """Return the response to one request, or its error response."""
         request_id = b""
         try:
-            scanned = scan(raw, self._limits)
-            request_id = scanned.id
-            answer = self._inference.answer(scanned, self._terms, self._call, is_streamed=True)
-            return in_stream(await answer)
+            with TracedCall(self._tracer, MODEL_STREAM_INFER, self._terms.trace) as traced:
+                scanned = scan(raw, self._limits)
+                request_id = scanned.id
+                answer = self._inference.answer(
+                    scanned, self._terms, self._call, traced, is_streamed=True
+                )
+                return in_stream(await answer)
         except IskanderError as error:
             detach(error)
             if self._ends_on_error:

@@ -19,6 +19,7 @@ from iskander.protocols.oip.request import is_for_thread
 from iskander.protocols.oip.wire import scan
 from iskander.protocols.stream_terms import StreamTerms
 from iskander.protocols.submit import RequestSubmitter
+from iskander.protocols.traced_call import GONE, MODEL_INFER, TracedCall
 from iskander.scheduling.request import Request
 from iskander.transport.http2.call import Call, Message
 
@@ -36,6 +37,7 @@ class UnaryInfer:
         "_request",
         "_resolved",
         "_submitter",
+        "_traced",
     )
 
     def __init__(
@@ -48,12 +50,17 @@ class UnaryInfer:
         self._open_call = submitter.open_call(caller=call.caller)
         self._request: Request | None = None
         self._resolved: ResolvedRequest | None = None
+        tracer = submitter.tracer
+        self._traced = None if tracer is None else TracedCall(tracer, MODEL_INFER)
 
     def begin(self, message: Message) -> bool:
         """Submit the request, or return False without effect if a thread must read it."""
         is_begun = False
         try:
             is_begun = self._begin(message)
+        except IskanderError as error:
+            self._end_trace(error)
+            raise
         finally:
             if not is_begun:
                 self._close()
@@ -68,11 +75,17 @@ class UnaryInfer:
         """End the call with an error."""
         self._close()
         self._reject(self._call, error)
+        self._end_trace(error)
 
     def _begin(self, message: Message) -> bool:
         call = self._call
         scanned = scan(message, self._submitter.limits)
-        terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
+        traced = self._traced
+        terms = StreamTerms(
+            call.metadata, call.deadline_ns, call.source, is_traced=traced is not None
+        )
+        if traced is not None:
+            traced.context = terms.trace
         self._resolved = resolved = self._inference.find(scanned, terms, call.grant)
         parsed = resolved.cached.parsed
         if is_for_thread(parsed, scanned):
@@ -85,7 +98,12 @@ class UnaryInfer:
         call.on_closed = self._on_gone
         merged, lane = terms.merged(parsed.terms), resolved.lane
         request = self._submitter.submit(
-            lane, tensors, self, terms=merged, call_deadline_ns=terms.deadline_ns
+            lane,
+            tensors,
+            self,
+            terms=merged,
+            call_deadline_ns=terms.deadline_ns,
+            traced=traced,
         )
         if call.on_closed is not None:  # Not rejected meanwhile.
             self._request = request
@@ -99,10 +117,15 @@ class UnaryInfer:
         self._call.on_closed = None
         if self._call.try_answer(parts):
             self._open_call.close()
+            self._end_trace(None)
         else:
             self._call.task = writing = asyncio.get_running_loop().create_task(self._write(parts))
             # Not in the task: it never runs if cancelled before its first step.
-            writing.add_done_callback(lambda _: self._open_call.close())
+            writing.add_done_callback(self._on_written)
+
+    def _on_written(self, writing: asyncio.Task[None]) -> None:
+        self._open_call.close()
+        self._end_trace(GONE if writing.cancelled() else None)
 
     async def _write(self, parts: list[Message]) -> None:
         await self._call.write(*parts)
@@ -114,6 +137,11 @@ class UnaryInfer:
         request, self._request = self._request, None
         if request is not None:
             self._submitter.withdraw(request)
+        self._end_trace(GONE)
+
+    def _end_trace(self, error: IskanderError | None) -> None:
+        if self._traced is not None:
+            self._traced.end(error)
 
     def _close(self) -> None:
         self._call.on_closed = None

@@ -13,8 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from iskander.errors import ConfigError
-from iskander.scoring.errors import SourceError
+from iskander.errors import ConfigError, SourceError
 from iskander.scoring.job import STREAM, Job
 from iskander.scoring.sources.places import MAGIC, locate
 

@@ -21,7 +21,8 @@ from typing import Any, Final, Protocol
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from iskander.scoring.errors import JobConflict, SourceError
+from iskander.errors import SourceError
+from iskander.scoring.errors import JobConflict
 from iskander.scoring.sinks.errors import OutputError
 from iskander.scoring.sources.places import locate
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from iskander.scoring.errors import SourceError
+from iskander.errors import SourceError
 from iskander.scoring.filters import Filter
 from iskander.scoring.job import STREAM, UNIT_BYTES
 from iskander.scoring.plan import Unit

@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from iskander.errors import ConfigError, Unsupported
-from iskander.scoring.errors import SourceError
+from iskander.errors import ConfigError, SourceError, Unsupported
 from iskander.scoring.job import UNIT_BYTES
 from iskander.scoring.plan import canonical
 from iskander.scoring.sources.base import FrozenSource

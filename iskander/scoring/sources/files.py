@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from iskander.scoring.errors import SourceError
+from iskander.errors import SourceError
 from iskander.scoring.job import UNIT_BYTES
 from iskander.scoring.plan import canonical
 from iskander.scoring.sources.base import FrozenSource
@@ -75,8 +75,8 @@ class FileSource(FrozenSource):
     """Files, globs and folders.
 
     Args:
-        inputs: Paths and URIs; their order is the order of the rows, and files of one input are in
-            the order of their paths.
+        inputs: Paths, URIs or places; their order is the order of the rows, and files of one input
+            are in the order of their paths.
         unit_bytes: Approximate bytes of a unit.
         types: Types for columns of CSV files.
 
@@ -86,12 +86,12 @@ class FileSource(FrozenSource):
 
     def __init__(
         self,
-        inputs: Sequence[str],
+        inputs: Sequence[str | Place],
         *,
         unit_bytes: int = UNIT_BYTES,
         types: Mapping[str, pa.DataType] | None = None,
     ) -> None:
-        places = [locate(each) for each in inputs]
+        places = [locate(each) if isinstance(each, str) else each for each in inputs]
         found, root_count = _found(places)
         filesystems = [place.filesystem for place in places]
         format = _common_format(found, filesystems)

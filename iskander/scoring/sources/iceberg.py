@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from iskander.errors import ConfigError
-from iskander.scoring.errors import SourceChanged, SourceError
+from iskander.errors import ConfigError, SourceChanged, SourceError
 from iskander.scoring.job import UNIT_BYTES
 from iskander.scoring.plan import Unit
 from iskander.scoring.sources.base import FrozenSource

@@ -17,7 +17,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from iskander.scoring.errors import SourceChanged, SourceError
+from iskander.errors import SourceChanged, SourceError
 
 FILES_MAX: Final = 1_000_000
 """Files of one job; the plan keeps a few hundred bytes for each."""
@@ -275,9 +275,6 @@ def check_unchanged(filesystem: pafs.FileSystem, path: str, planned: Stamp) -> N
 
 
 def _stamp(filesystem: pafs.FileSystem, path: str, file: pa.NativeFile) -> Stamp:
-    if isinstance(filesystem, pafs.LocalFileSystem):
-        status = os.stat(path)
-        return Stamp(status.st_size, status.st_mtime_ns, None)
     metadata = file.metadata() or {}
     etag = metadata.get("ETag", metadata.get(b"ETag"))
     if etag is not None:

@@ -16,7 +16,7 @@ import pyarrow.csv
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from iskander.scoring.errors import SourceChanged, SourceError
+from iskander.errors import SourceChanged, SourceError
 from iskander.scoring.filters import Filter
 from iskander.scoring.plan import Unit, unit
 from iskander.scoring.sources.places import Stamp, check_unchanged, opened_as_planned

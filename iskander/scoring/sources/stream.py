@@ -13,8 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from iskander.errors import Unsupported
-from iskander.scoring.errors import SourceError
+from iskander.errors import SourceError, Unsupported
 from iskander.scoring.filters import Filter
 from iskander.scoring.plan import Unit, unit
 from iskander.scoring.sources.reading import needed_columns, projected, rebatched

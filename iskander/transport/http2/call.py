@@ -36,7 +36,8 @@ class Call(CallReceiver):
     """One call of one connection."""
 
     __slots__ = (
-        "_has_sent_headers", "_is_part_sent", "_outbox", "_outbox_bytes", "_sent_ns", "_timer",
+        "_has_sent_headers", "_is_part_sent", "_outbox", "_outbox_bytes", "_sent_ns", "_status",
+        "_timer",
         "deadline_ns", "grant", "handler_bytes", "metadata", "on_closed", "on_writable",
         "send_window", "task",
     )  # fmt: skip
@@ -53,6 +54,7 @@ class Call(CallReceiver):
         self.task: asyncio.Task[None] | None = None
         self._outbox: deque[memoryview] | None = None
         self._outbox_bytes = self._sent_ns = 0
+        self._status = Status.CANCELLED  # Until a status is sent.
         self.handler_bytes = 0  # Charged by `charge_memory`, released at the end of the call.
         self._has_sent_headers = self._is_part_sent = False
         self._timer: asyncio.TimerHandle | None = None
@@ -151,6 +153,7 @@ class Call(CallReceiver):
         if not output.can_answer(self, length):
             return False
         output.answer(self, length, parts, self._streams.host.load_trailer)
+        self._status = Status.OK
         self.close()
         return True
 
@@ -187,6 +190,7 @@ class Call(CallReceiver):
             # No status can follow part of a message, and OK cannot follow a missing one.
             self._output.emit(frames.rst_stream(self.stream_id, ErrorCode.CANCEL))
         else:
+            self._status = status
             self._output.emit_block(self.stream_id, frames.END_STREAM, block)
             if not self.has_all_input:
                 self._output.emit(frames.rst_stream(self.stream_id, ErrorCode.NO_ERROR))
@@ -200,6 +204,7 @@ class Call(CallReceiver):
         if self.is_over:
             return
         self.is_over = True
+        self._streams.host.count_call(self.path, self._status)
         # A reference cycle may keep the call until a garbage collection, so drop the data now.
         self.discard_input()
         self._outbox = None

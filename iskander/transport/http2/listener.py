@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.connection_listener import ConnectionListener
 from iskander.transport.http2.call import Call
 from iskander.transport.http2.connection import Connection
-from iskander.transport.http2.status import RpcError
+from iskander.transport.http2.status import RpcError, Status
 
 log = logging.getLogger("iskander.http2")
+
+OTHER = "other"
+"""Protocol label of calls of unknown methods, which clients may invent."""
+_STATUS_NAMES = tuple(status.name for status in Status)
+"""An index is faster than the property of an enum member."""
 
 
 class Listener(ConnectionListener[Connection]):
@@ -30,6 +35,7 @@ class Listener(ConnectionListener[Connection]):
 
     Attributes:
         load_trailer: Header fields, encoded, that the trailers of every served call end with.
+        protocols: Protocol of each known path, by which its calls are counted.
     """
 
     def __init__(
@@ -51,6 +57,8 @@ class Listener(ConnectionListener[Connection]):
         self.calls_max = calls_max
         self.add_details = add_details
         self.load_trailer = b""
+        self.protocols: Mapping[str, str] = {}
+        self._calls_ended = limits.calls_ended
 
     @property
     def unsent(self) -> int:
@@ -60,6 +68,10 @@ class Listener(ConnectionListener[Connection]):
     def connection(self) -> Connection:
         """Create the protocol object of a new connection."""
         return Connection(self)
+
+    def count_call(self, path: str, status: Status) -> None:
+        """Count an ended call."""
+        self._calls_ended[self.protocols.get(path, OTHER), _STATUS_NAMES[status]] += 1
 
     def on_aborted(self, count: int) -> None:
         """Log the connections that are aborted at the end of the drain."""

@@ -218,6 +218,7 @@ class Streams:
         except RpcError as rejection:
             self._limiter.charge(self.now_ns)
             end = self.host.add_details(fields.path, rejection)
+            self.host.count_call(fields.path, end.status)
             trailers = headers.trailers(end.status, end.message, end.trailers)
             self.output.emit_block(stream_id, frames.END_STREAM, headers.RESPONSE + trailers)
             if not is_last:

@@ -299,3 +299,30 @@ async def until(condition: object) -> None:
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def test_sources_need_their_own_permission(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    plain = add_token(path, "plain", ("*",), manage=True)
+    reader = add_token(path, "reader", ("*",), sources=("clicks", "demo-*"))
+    authenticator = open_authenticator(path, "demo-*")
+    grant = authenticator.grant(headers(reader))
+    assert [grant.may_read(name) for name in ("clicks", "demo-1", "orders")] == [True, True, False]
+    grant.require_source("clicks")
+    with pytest.raises(PermissionDenied, match="`reader` is not for source `orders`"):
+        grant.require_source("orders")
+    with pytest.raises(PermissionDenied, match="`plain` is not for source `clicks`"):
+        authenticator.grant(headers(plain)).require_source("clicks")
+    with pytest.raises(Unauthenticated, match="source `demo-1` requires a token"):
+        authenticator.anonymous.require_source("demo-1")
+    FULL_GRANT.require_source("anything")
+
+
+def test_ticket_is_for_the_grant_that_it_names(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    token = add_token(path, "reader", ("*",), sources=("*",))
+    grant = open_authenticator(path).grant(headers(token))
+    grant.require_name("reader")
+    for other in ("", "other"):
+        with pytest.raises(PermissionDenied, match="is not the one that the ticket is for"):
+            grant.require_name(other)

@@ -13,7 +13,7 @@ import pytest
 
 from iskander.config.loader import Loaded, load_config
 from iskander.config.models import ModelConfig
-from iskander.config.reference import render_reference, settings
+from iskander.config.reference import TABLES, render_reference, settings
 from iskander.config.schema import Config
 from iskander.config.section import MIB
 from iskander.errors import ConfigError
@@ -431,7 +431,7 @@ def test_reference_lists_every_setting_once() -> None:
 def test_every_setting_has_a_sentence_and_a_type(setting: Any) -> None:
     assert re.fullmatch(r"[A-Z`].*\.", setting.sentence)
     assert re.fullmatch(r'[a-z0-9_ "|]+', setting.type)
-    assert setting.default is not None or setting.path.startswith("models.")
+    assert setting.default is not None or setting.path.startswith(("models.", "sources."))
 
 
 def test_settings_match_the_declared_fields() -> None:
@@ -439,9 +439,7 @@ def test_settings_match_the_declared_fields() -> None:
     declared = [
         f"{section.name}.{field.name}"
         for section in msgspec.structs.fields(Config)
-        for field in msgspec.structs.fields(
-            ModelConfig if section.name == "models" else section.type
-        )
+        for field in msgspec.structs.fields(TABLES.get(section.name, section.type))
     ]
 
     assert [setting.path for setting in settings()] == declared

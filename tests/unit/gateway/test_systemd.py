@@ -88,7 +88,7 @@ def test_reload_notification_has_its_start_time(manager: Manager) -> None:
 
 @pytest.mark.parametrize(
     ("watchdog_usec", "pid", "beats"),
-    [("40000", "", 3), ("40000", "1", 0), ("", "", 0), ("x", "", 0)],
+    [("60000", "", 3), ("60000", "1", 0), ("", "", 0), ("x", "", 0)],
 )
 def test_running_loop_sends_watchdog_messages_if_enabled(
     manager: Manager, monkeypatch: pytest.MonkeyPatch, watchdog_usec: str, pid: str, beats: int

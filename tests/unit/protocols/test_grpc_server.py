@@ -42,7 +42,7 @@ class FakeServer(GrpcServer):
 
         self._methods = {FLIGHT: serve, OTHER: serve}
         self._flight_methods = {FLIGHT: serve}
-        self._access = self
+        self._access, self._own_id = self, ""
 
     def grant(self, *_: Any, **__: Any) -> None:
         """Allow every call."""

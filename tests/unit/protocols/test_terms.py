@@ -12,9 +12,10 @@ from msgspec.structs import replace
 
 from iskander.auth.grants import ANONYMOUS
 from iskander.auth.source import Source
-from iskander.errors import MalformedInput
+from iskander.errors import MalformedInput, RemoteLoop
 from iskander.protocols import stream_terms as terms_module
 from iskander.protocols.stream_terms import CACHE_MAX, StreamTerms
+from iskander.protocols.terms import HOPS_MAX
 from iskander.scheduling.request import NEVER_NS, Terms
 
 NOW_NS, WALL_NS = 1_000_000_000_000, 1_700_000_000_000_000_000
@@ -277,3 +278,13 @@ def test_unnamed_streams_are_separate_clients() -> None:
     one, other = (StreamTerms((), None, Source("fleet")).of(b"") for _ in range(2))
     assert one.client != other.client and one.client.startswith("fleet/stream ")
     assert not one.is_named and not other.is_named
+
+
+def test_hops_of_a_call_apply_to_its_batches() -> None:
+    terms = StreamTerms([("iskander-hops", str(HOPS_MAX))], None)
+    assert terms.of(b"").hops == HOPS_MAX
+    assert terms.of(b'{"iskander": {"priority": 0}}').hops == HOPS_MAX
+    with pytest.raises(RemoteLoop, match="passed 5 gateways, limit 4"):
+        StreamTerms([("iskander-hops", str(HOPS_MAX + 1))], None)
+    with pytest.raises(MalformedInput):
+        StreamTerms([], None).of(b'{"iskander": {"hops": 1}}')

@@ -140,6 +140,44 @@ def test_failed_batch_gives_its_error_code_and_releases_resources(
     assert worker.credits == CREDITS and gateway.is_clean()
 
 
+def test_batch_has_the_latest_deadline_and_most_hops_of_its_requests(
+    gateway: Simulation, worker: SimulatedWorker
+) -> None:
+    gateway.submit_rows(0, 1, budget_ms=20.0, hops=2)
+    gateway.submit_rows(0, 1, budget_ms=50.0)
+    gateway.loop.turn()
+    gateway.submit_rows(0, 1, budget_ms=20.0)
+    gateway.submit_rows(0, 1)
+    gateway.loop.turn()
+
+    both, unlimited = worker.sent
+    assert (both.deadline_ns, both.hops) == (gateway.loop.now_ns + 50 * MS, 2)
+    assert (unlimited.deadline_ns, unlimited.hops) == (0, 0)
+
+
+def test_lost_remote_server_is_counted_until_it_answers(
+    gateway: Simulation, worker: SimulatedWorker
+) -> None:
+    """All requests of a batch fail with it, with the time to retry that the worker reports."""
+    lane, lost = gateway.lanes[0], []
+    gateway.dispatcher.on_unreachable = lambda lane, error: lost.append(lane.unreachable)
+    submitted = submit(gateway, 1, 1)
+    failed = Failed(worker.sent[0].batch_id, "remote_unavailable", "lost", 250)
+    gateway.dispatcher.on_failed(worker, failed)
+    assert lost == [0]
+    for _, caller in submitted:
+        assert [(e.code, e.retry_after_ms) for e in caller.errors] == [("remote_unavailable", 250)]
+    for code, left in (("remote_overloaded", 0), (None, 0)):
+        lane.unreachable = 3
+        submit(gateway, 1)
+        if code is None:
+            gateway.done(worker, worker.sent[-1])
+        else:
+            gateway.dispatcher.on_failed(worker, Failed(worker.sent[-1].batch_id, code, "busy"))
+        assert lane.unreachable == left
+    assert gateway.is_clean()
+
+
 @pytest.mark.parametrize("code", ["execution_failed", "contract", "limit"])
 def test_requests_of_a_failed_batch_are_retried_one_by_one(
     gateway: Simulation, worker: SimulatedWorker, code: str

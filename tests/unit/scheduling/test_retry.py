@@ -5,9 +5,23 @@ from __future__ import annotations
 import pytest
 from support.lanes import lane_of, request_of
 
-from iskander.errors import Cancelled, ContractError, ExecutionFailed, IskanderError, LimitExceeded
+from iskander.errors import (
+    ContractError,
+    ExecutionFailed,
+    IskanderError,
+    LimitExceeded,
+    RemoteAnswerInvalid,
+    RemoteFailed,
+    RemoteRejected,
+)
 from iskander.scheduling.request import Request
-from iskander.scheduling.retry import KILLS_MAX, LOSSES_MAX, after_failure, after_loss
+from iskander.scheduling.retry import (
+    KILLS_MAX,
+    LOSSES_MAX,
+    ROW_INDEPENDENT,
+    after_failure,
+    after_loss,
+)
 
 
 @pytest.fixture
@@ -16,13 +30,22 @@ def request_() -> Request:
 
 
 @pytest.mark.parametrize(
-    "error", [ExecutionFailed("no"), ContractError("no"), LimitExceeded("no"), IskanderError("no")]
+    "kind",
+    [
+        ExecutionFailed,
+        ContractError,
+        LimitExceeded,
+        IskanderError,
+        RemoteAnswerInvalid,
+        RemoteFailed,
+        RemoteRejected,
+    ],
 )
 def test_request_of_a_failed_shared_batch_is_retried_alone(
-    request_: Request, error: IskanderError
+    request_: Request, kind: type[IskanderError]
 ) -> None:
     """Another request may be the cause, and the text of its error is private to it."""
-    assert after_failure(request_, error, is_shared=True) is None
+    assert after_failure(request_, kind("no"), is_shared=True) is None
     assert request_.is_alone
 
 
@@ -33,9 +56,13 @@ def test_request_that_failed_alone_gets_the_error(request_: Request) -> None:
     assert not request_.is_alone
 
 
+@pytest.mark.parametrize("kind", ROW_INDEPENDENT)
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_cancelled_batch_is_not_retried(request_: Request, is_shared: bool) -> None:
-    error = Cancelled("no")
+def test_error_that_no_rows_cause_is_not_retried(
+    request_: Request, kind: type[IskanderError], is_shared: bool
+) -> None:
+    """Such as of a remote server that cannot be reached: one call for each request fails, too."""
+    error = kind("no")
     assert after_failure(request_, error, is_shared=is_shared) is error
     assert not request_.is_alone
 

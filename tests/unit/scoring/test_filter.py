@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from iskander.scoring.errors import FilterError
+from iskander.errors import FilterError
 from iskander.scoring.filters import parse_filter
 
 DAYS = [datetime.datetime(2024, 1, day) for day in range(1, 6)]

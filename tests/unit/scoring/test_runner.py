@@ -23,9 +23,10 @@ from iskander.errors import (
     ModelNotFound,
     NotReady,
     QueueFull,
+    SourceChanged,
 )
 from iskander.scoring import runner, unit_run
-from iskander.scoring.errors import JobConflict, SourceChanged
+from iskander.scoring.errors import JobConflict
 from iskander.scoring.filters import Filter
 from iskander.scoring.flow import Flow
 from iskander.scoring.job import Job

@@ -12,8 +12,7 @@ import deltalake
 import pyarrow as pa
 import pytest
 
-from iskander.errors import Unsupported
-from iskander.scoring.errors import SourceChanged, SourceError
+from iskander.errors import SourceChanged, SourceError, Unsupported
 from iskander.scoring.filters import parse_filter
 from iskander.scoring.sources import open_source
 from iskander.scoring.sources.delta import DeltaSource

@@ -15,8 +15,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from iskander.errors import Unsupported
-from iskander.scoring.errors import FilterError, SourceChanged, SourceError
+from iskander.errors import FilterError, SourceChanged, SourceError, Unsupported
 from iskander.scoring.filters import parse_filter
 from iskander.scoring.plan import ROWS_MAX, Unit, limited, unit
 from iskander.scoring.sources import Source, open_source

@@ -12,7 +12,7 @@ import pytest
 from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.types import DoubleType
 
-from iskander.scoring.errors import SourceChanged, SourceError
+from iskander.errors import SourceChanged, SourceError
 from iskander.scoring.filters import parse_filter
 from iskander.scoring.plan import limited
 from iskander.scoring.sources import open_source

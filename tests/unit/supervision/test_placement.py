@@ -445,3 +445,24 @@ def test_no_shared_workers_without_shared_models() -> None:
 def test_more_threads_than_cpus_of_own_workers_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"`own0`.*make 3 compute threads, and worker 1 has 2"):
         plan(config_with_own_workers({"intra_threads": 3}), make_topology(1, 2))
+
+
+def test_workers_of_remote_models_take_no_cores() -> None:
+    far = ModelConfig(name="far", path="p", version="1", backend="remote", workers=3)
+    found = config_with_own_workers({"workers": 1})
+    without = plan(found, make_topology(2, 4))
+    planned = plan(Config(models=(*found.models, far)), make_topology(2, 4))
+    assert pools(planned.slots[:-3]) == pools(without.slots)
+    assert pools(planned.slots[-3:]) == [
+        (3, "far/1", "0-3"),
+        (4, "far/1", "4-7"),
+        (5, "far/1", "0-3"),
+    ]
+    assert planned.notes == without.notes == ()
+
+
+def test_many_workers_of_a_remote_model_alone() -> None:
+    far = ModelConfig(name="far", path="p", version="1", backend="remote", workers=9)
+    planned = plan(Config(models=(far,)), make_topology(1, 2))
+    assert pools(planned.slots) == [(at, "far/1", "0-1") for at in range(9)]
+    assert planned.notes == ()

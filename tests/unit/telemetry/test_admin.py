@@ -18,8 +18,11 @@ from support.observed import make_lane, observe
 from iskander.errors import ConfigError
 from iskander.telemetry import admin
 from iskander.telemetry.admin import AdminServer
+from iskander.telemetry.events import EventLog
+from iskander.telemetry.history import History
 from iskander.telemetry.metric_sources import MetricSources
 from iskander.telemetry.metrics import Collector
+from iskander.telemetry.status_reader import StatusReader
 
 TIMEOUT_S = 10.0
 
@@ -30,15 +33,19 @@ class Response(NamedTuple):
     body: str
 
 
-def admin_server(address: str, observed: MetricSources) -> AdminServer:
-    return AdminServer(address, observed.models.reasons, Collector(observed).render)
+def admin_server(address: str, observed: MetricSources, *, has_page: bool = False) -> AdminServer:
+    read_status = StatusReader(observed, History(), EventLog(), 0).read if has_page else None
+    render = Collector(observed).render
+    return AdminServer(address, observed.models.reasons, render, read_status=read_status)
 
 
-def serve(observed: MetricSources, client: Callable[[str], Awaitable[Any]]) -> Any:
+def serve(
+    observed: MetricSources, client: Callable[[str], Awaitable[Any]], *, has_page: bool = False
+) -> Any:
     """Starts a server, runs a client against it, and stops it, within a timeout."""
 
     async def run() -> Any:
-        server = admin_server("127.0.0.1:0", observed)
+        server = admin_server("127.0.0.1:0", observed, has_page=has_page)
         address = await server.start()
         try:
             return await client(address)
@@ -53,9 +60,13 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
     return await asyncio.open_connection(host, int(port))
 
 
-async def request(address: str, path: str, accept: str = "*/*", method: str = "GET") -> Response:
+async def request(
+    address: str, path: str, accept: str = "*/*", method: str = "GET", host: str = "a"
+) -> Response:
     reader, writer = await connect(address)
-    head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nAccept: {accept}\r\nConnection: close\r\n\r\n"
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nAccept: {accept}\r\nConnection: close\r\n\r\n"
+    )
     writer.write(head.encode())
     raw = await reader.read()
     writer.close()
@@ -286,6 +297,84 @@ def test_stop_closes_the_port_and_all_connections() -> None:
 
 def test_stop_before_start_has_no_effect() -> None:
     asyncio.run(admin_server("127.0.0.1:0", observe([])).stop())
+
+
+def get_page(observed: MetricSources, path: str, **options: str) -> Response:
+    def client(address: str) -> Awaitable[Response]:
+        return request(address, path, **{"host": "localhost:80", **options})
+
+    response: Response = serve(observed, client, has_page=True)
+    return response
+
+
+def test_page_and_status_are_private_and_not_stored() -> None:
+    observed = observe([make_lane("one")])
+
+    page, status = get_page(observed, "/"), get_page(observed, "/status.json")
+
+    assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert ">one</th>" in page.body
+    assert json.loads(status.body)["models"][0]["name"] == "one"
+    for response in (page, status):
+        assert response.headers["cache-control"] == "no-store"
+        assert response.headers["x-frame-options"] == "deny"
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert "frame-ancestors 'none'" in response.headers["content-security-policy"]
+        assert not any(name.startswith("access-control") for name in response.headers)
+
+
+def test_server_without_page_has_no_status() -> None:
+    assert get(observe([]), "/status.json").status == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:50052", 200),
+        ("page.localhost:1", 200),
+        ("127.0.0.1:50052", 200),
+        ("[::1]:50052", 200),
+        ("rebound.example:50052", 421),
+        ("192.0.2.1", 421),
+        ("localhost.example", 421),
+        ("[::1", 421),
+        ("localhost@rebound.example", 421),
+    ],
+)
+def test_loopback_page_is_for_loopback_hosts_only(host: str, expected: int) -> None:
+    """A web site whose name is rebound to 127.0.0.1 has its own host in the request."""
+    response = get_page(observe([make_lane("secret-model")]), "/status.json", host=host)
+
+    assert response.status == expected
+    assert ("secret-model" in response.body) == (expected == 200)
+
+
+def test_page_is_omitted_without_jinja(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "find_spec", lambda name: None)
+
+    assert get_page(observe([]), "/").status == 404
+    assert get_page(observe([]), "/status.json").status == 200
+    assert "no page at admin.address: jinja2 is not installed" in caplog.text
+
+
+def test_status_is_cached_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = make_lane()
+    monkeypatch.setattr(admin, "REUSE_NS", 10**12)
+
+    async def client(address: str) -> list[str]:
+        bodies = []
+        for count in (1, 2):
+            lane.counts["refused.queue_full"] = count
+            bodies.append((await request(address, "/status.json", host="localhost")).body)
+        return bodies
+
+    first, second = serve(observe([lane]), client, has_page=True)
+
+    assert '"queue_full":1' in first
+    assert first == second
 
 
 def test_port_in_use_is_a_config_error() -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import Counter
 from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from support.lanes import CONTRACT, put
 from support.observed import MIB, make_lane, make_worker, observe
 
 from iskander import __version__
+from iskander.clock import NS_PER_S, now_ns
 from iskander.contract.backend_manifest import STEPS_MAX
+from iskander.file_watcher import ReloadStatus
 from iskander.memory.arena import Arena
 from iskander.memory.backing import Backing
+from iskander.memory.heartbeat import HEARTBEAT_BYTES, write_heartbeat
+from iskander.memory.segment import Segment
+from iskander.repository.models import Failure
 from iskander.scheduling.batcher import Reason
 from iskander.scheduling.cost import CostModel
 from iskander.supervision.lifecycle import State
@@ -71,12 +78,23 @@ def test_page_has_every_metric_with_its_declared_labels(is_openmetrics: bool) ->
     lane = make_lane(refused__queue_full=1, failed__poisoned=1)
     lane.costs[0] = CostModel()
     lane.metrics.on_stepped((("embed", 1000),))
+    worker = make_worker()
+    worker.beat = Segment.create("iskander-test-beat", HEARTBEAT_BYTES)
+    write_heartbeat(worker.beat.view, now_ns(), 0)
+    observed = observe(
+        [lane],
+        [worker],
+        calls_ended={("flight", "OK"): 1},
+        reloads={"tokens": ReloadStatus()},
+        expiry_s=lambda: 1.0,
+    )
 
     rendered: dict[str, set[str]] = {}
-    for name, labels in scrape(observe([lane]), is_openmetrics=is_openmetrics):
+    for name, labels in scrape(observed, is_openmetrics=is_openmetrics):
         base = re.sub(r"_(bucket|sum|count)$", "", name)
         rendered.setdefault(base, set()).update(label for label, _ in labels if label != "le")
 
+    worker.beat.close()
     assert rendered == {
         metric.name: {*scope_labels, *metric.labels}
         for _, scope_labels, declared in SCOPES
@@ -123,6 +141,9 @@ def test_known_label_values_start_at_zero() -> None:
     for reason in reasons:
         assert samples[lane_key("batches_closed_total", reason=reason)] == 0
     assert samples[lane_key("deadlines_total", result="missed")] == 0
+    assert samples[lane_key("refusals_total", code="queue_full")] == 0
+    assert samples[lane_key("failures_total", code="execution_failed")] == 0
+    assert samples[key("connections_ended_total", reason="too_many_connections")] == 0
     assert samples[key("worker_ends_total", worker="0", how="crash")] == 0
 
 
@@ -246,8 +267,66 @@ def test_gateway_metrics() -> None:
     assert samples[key("resident_bytes")] > MIB
     assert samples[key("cpu_seconds_total")] > 0
     assert samples[key("loop_lag_seconds_count")] == 1
-    assert samples[key("uptime_seconds")] > 0
+    assert samples[key("start_time_seconds")] == pytest.approx(time.time(), abs=60)
+    assert 2 < samples[key("descriptors")] <= samples[key("descriptors_limit")]
+    assert samples[key("memory_limit_bytes")] > 64 * MIB
     assert [dict(labels)["version"] for name, labels in samples if "build" in name] == [__version__]
+
+
+def test_values_of_connections_calls_and_reloads() -> None:
+    reloads = {"tokens": ReloadStatus(), "tls": ReloadStatus()}
+    reloads["tls"].record(is_valid=False)
+
+    samples = scrape(
+        observe(
+            [],
+            connections=lambda: 7,
+            connections_max=lambda: 100,
+            calls_ended=Counter({("flight", "OK"): 3, ("http", "404"): 2}),
+            reloads=reloads,
+            expiry_s=lambda: 1.9e9,
+        )
+    )
+
+    assert samples[key("connections")] == 7
+    assert samples[key("connections_limit")] == 100
+    assert samples[key("calls_ended_total", protocol="flight", code="OK")] == 3
+    assert samples[key("calls_ended_total", protocol="http", code="404")] == 2
+    assert samples[key("reload_valid", file="tokens")] == 1
+    assert samples[key("reload_valid", file="tls")] == 0
+    age_s = time.time() - samples[key("reload_valid_timestamp_seconds", file="tokens")]
+    assert -5 < age_s < 60
+    assert samples[key("tls_expiry_timestamp_seconds")] == 1.9e9
+
+
+def test_expiry_is_missing_without_tls() -> None:
+    assert key("tls_expiry_timestamp_seconds") not in scrape(observe([]))
+
+
+def test_failed_loads_of_served_and_of_new_versions() -> None:
+    observed = observe([make_lane("a"), make_lane("b")])
+    observed.models.failures = {
+        ("b", "1"): Failure("broken", is_required=False),
+        ("c", "2"): Failure("broken", is_required=True),
+    }
+
+    samples = scrape(observed)
+
+    assert samples[key("model_load_failed", model="a", version="1")] == 0
+    assert samples[key("model_load_failed", model="b", version="1")] == 1
+    assert samples[key("model_load_failed", model="c", version="2")] == 1
+
+
+def test_age_of_the_oldest_queued_request() -> None:
+    lane = make_lane()
+    assert scrape(observe([lane]))[lane_key("queue_oldest_seconds")] == 0
+
+    lane.set_contract(CONTRACT)
+    put(lane, now_ns=now_ns() - 90 * NS_PER_S, priority=1)
+    put(lane, now_ns=now_ns() - 30 * NS_PER_S, priority=0)
+
+    age_s = scrape(observe([lane]))[lane_key("queue_oldest_seconds")]
+    assert age_s == pytest.approx(90, abs=20)
 
 
 def test_readiness_of_each_model_and_of_the_gateway() -> None:
@@ -272,7 +351,7 @@ def test_page_rendered_in_many_turns_equals_one_rendered_at_once(
     at_once = page(observed, is_openmetrics=is_openmetrics).splitlines()
 
     def steady(lines: list[str]) -> list[str]:
-        return [line for line in lines if not re.match("iskander_(uptime|.*resident|.*cpu)", line)]
+        return [line for line in lines if not re.match("iskander_(.*resident|.*cpu)", line)]
 
     assert steady(in_turns) == steady(at_once)
     assert (in_turns[-1] == "# EOF") == is_openmetrics

@@ -60,6 +60,13 @@ def test_abort_terminates_the_native_run() -> None:
     assert run.native.terminate
 
 
+def test_abort_cancels_what_the_model_waits_for() -> None:
+    run, calls = Run(), []
+    run.cancel = lambda: calls.append(1)
+    run.abort()
+    assert calls == [1]
+
+
 def test_abort_before_the_native_run_terminates_it() -> None:
     from iskander_worker.backends.onnx_binding import options_of
 

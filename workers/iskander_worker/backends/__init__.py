@@ -5,6 +5,7 @@ installed by another distribution in the entry-point group `iskander.backends`.
 
     Model          arrays in by name, arrays out by name
     BindingModel   a model that can also read and write a batch's buffers in place
+    RemoteModel    a model on another server, whose readiness can be checked
 
 The libraries of a backend are imported when a model first names it.
 
@@ -29,13 +30,16 @@ from iskander.errors import ManifestError
 
 ENTRY_POINTS = "iskander.backends"
 BUILT_IN = {
-    name: f"iskander_worker.backends.{name}" for name in ("onnx", "pipeline", "python", "torch")
+    name: f"iskander_worker.backends.{name}"
+    for name in ("onnx", "pipeline", "python", "remote", "torch")
 }
 """Name to module; its `load` is the backend."""
 
 
 is_one_pool = False
 """Whether the models of this process that support it share one thread pool; set before loading."""
+gateway_id = ""
+"""Identity of the gateway of this process, for its remote models; set before loading."""
 
 Arrays = Mapping[str, np.ndarray]
 """Tensors by name, each `(rows, *shape)`; strings as objects of `str`, bfloat16 as uint16."""
@@ -48,20 +52,34 @@ class Run:
         is_aborted: All its callers are gone. A model should poll it.
         native: Run options of the runtime; `abort` sets their `terminate`.
         steps: Name and nanoseconds of each pipeline step of the last run.
+        deadline_ns: Deadline of the last caller; 0 for none.
+        hops: Gateways that its requests passed before this one, at most.
+        cancel: Cancels what the model waits for, from another thread; None if it does not wait.
+        heartbeat: Shows the watchdog that the worker does not hang; for a model that waits.
     """
 
-    __slots__ = ("is_aborted", "native", "steps")
+    __slots__ = ("cancel", "deadline_ns", "heartbeat", "hops", "is_aborted", "native", "steps")
 
     def __init__(self) -> None:
         self.is_aborted = False
         self.native: Any = None
         self.steps: tuple[tuple[str, int], ...] = ()
+        self.deadline_ns = self.hops = 0
+        self.cancel: Callable[[], object] | None = None
+        self.heartbeat: Callable[[], None] = _no_heartbeat
 
     def abort(self) -> None:
         """Abort the run."""
         self.is_aborted = True
         if self.native is not None:
             self.native.terminate = True
+        cancel = self.cancel
+        if cancel is not None:
+            cancel()
+
+
+def _no_heartbeat() -> None:
+    """Outside the worker's loop, such as in a load, no watchdog checks the thread."""
 
 
 class Bound(Protocol):
@@ -102,6 +120,14 @@ class BindingModel(Model, Protocol):
         Layout: `body_layout` from the two addresses, every tensor `(rows, *spec.shape)`. The caller
         keeps the mappings alive.
         """
+
+
+@runtime_checkable
+class RemoteModel(Model, Protocol):
+    """A model on another server. A load sends it no generated batches."""
+
+    def probe(self, run: Run) -> str:
+        """Return why the server is not ready; empty if it is."""
 
 
 def require_manifest(spec: ModelSpec) -> Manifest:

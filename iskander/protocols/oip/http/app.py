@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from iskander._generated import oip_pb2
 from iskander.auth.grants import Authenticator
@@ -66,13 +67,17 @@ class _Load(msgspec.Struct):
 
 @dataclass(slots=True)
 class OipHttp:
-    """The application; `service` answers all calls but inference, `infer` inference."""
+    """The application; `service` answers all calls but inference, `infer` inference.
+
+    `calls_ended` counts calls by protocol and status.
+    """
 
     models: Models
     service: OipService
     infer: ASGIApp
     authenticator: Authenticator
     quota: BodyQuota
+    calls_ended: Counter[tuple[str, str]]
 
     def app(self) -> ASGIApp:
         """Return the application with authentication; it adds `grant` to each `scope`."""
@@ -80,6 +85,7 @@ class OipHttp:
 
         async def authenticated(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
+                send = self._counting(send)
                 _strip_authority(scope)
                 headers = [
                     (name.decode("latin-1"), v.decode("latin-1")) for name, v in scope["headers"]
@@ -92,6 +98,16 @@ class OipHttp:
             return await routed(scope, receive, send)
 
         return authenticated
+
+    def _counting(self, send: Send) -> Send:
+        """Count the call by the status of its response."""
+
+        async def count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.calls_ended["http", str(message["status"])] += 1
+            await send(message)
+
+        return count
 
     def _routed(self) -> Starlette:
         """Build the routes; names in braces are fields of the gRPC request."""

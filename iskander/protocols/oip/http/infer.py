@@ -45,6 +45,8 @@ from iskander.protocols.stream_terms import StreamTerms
 from iskander.protocols.submit import RequestSubmitter
 from iskander.protocols.tensors import read_inputs, result_tensors
 from iskander.protocols.terms import HEADER_PREFIX
+from iskander.protocols.trace_context import PARENT, STATE, context_of_headers
+from iskander.protocols.traced_call import HTTP_INFER, TracedCall
 from iskander.repository.models import Models
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import Terms
@@ -71,7 +73,12 @@ class HttpInference:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; if it raises, nothing was sent."""
-        request = Request(scope, receive)
+        request, tracer = Request(scope, receive), self._submitter.tracer
+        context = None if tracer is None else context_of_headers(request.headers.items())
+        with TracedCall(tracer, HTTP_INFER, context) as traced:
+            await self._answer(scope, request, send, traced)
+
+    async def _answer(self, scope: Scope, request: Request, send: Send, traced: TracedCall) -> None:
         if scope["is_surplus"]:
             raise Overloaded(
                 "too many open connections (`http.connections`)", retry_after_ms=RETRY_MS
@@ -88,7 +95,7 @@ class HttpInference:
                 parsed = await self._read(request, lane, received)
                 caller = grant.name or (request.client and request.client.host)
                 with self._submitter.open_call(caller=caller):
-                    parts, json_bytes = await self._infer(request, lane, parsed)
+                    parts, json_bytes = await self._infer(request, lane, parsed, traced)
                     received.add(sum(map(len, parts)))
                     await _write(request, send, parts, json_bytes)
             except IskanderError as error:
@@ -114,16 +121,15 @@ class HttpInference:
             return await asyncio.to_thread(read_request, body, json_bytes, contract, limits)
 
     async def _infer(
-        self, request: Request, lane: Lane, parsed: ParsedRequest
+        self, request: Request, lane: Lane, parsed: ParsedRequest, traced: TracedCall
     ) -> tuple[list[bytes | memoryview], int | None]:
         contract = lane.contract
         assert contract is not None
         tensors = read_inputs(contract, parsed.tensors, self._submitter.limits)
         chosen = select_outputs(contract, parsed, tensors.rows, self._json_max)
-        terms = _terms(request, parsed)
-        body = await _unless_gone(
-            request.receive, self._submitter.infer(lane, tensors, terms=terms)
-        )
+        terms = _terms(request, parsed, is_traced=self._submitter.tracer is not None)
+        answer = self._submitter.infer(lane, tensors, terms=terms, traced=traced)
+        body = await _unless_gone(request.receive, answer)
         results = result_tensors(contract, tensors.rows, body)
         model = (lane.model.name, lane.model.version)
         return write_answer(model, parsed, results, chosen, self._json_max)
@@ -157,7 +163,7 @@ def _route_key(headers: Mapping[str, str], grant: Grant) -> str:
     return key or StreamTerms((), None, Source(grant.name)).route_key
 
 
-def _terms(request: Request, parsed: ParsedRequest) -> Terms:
+def _terms(request: Request, parsed: ParsedRequest, *, is_traced: bool) -> Terms:
     """Return the terms in parameters and headers; parameters take precedence."""
     headers, client = request.headers, request.client
     named = {name: value for name, value in headers.items() if name.startswith(HEADER_PREFIX)}
@@ -165,7 +171,9 @@ def _terms(request: Request, parsed: ParsedRequest) -> Terms:
     terms = merge_terms(parse_terms(parsed.parameters), in_headers)
     grant: Grant = request.scope["grant"]
     source = Source(grant.name, f"{client.host}:{client.port}" if client else "http")
-    return StreamTerms((), None, source).merged(terms)
+    # Of the headers, `StreamTerms` reads the trace context only: the others are in `terms`.
+    trace = [each for each in headers.items() if each[0] in (PARENT, STATE)]
+    return StreamTerms(trace, None, source, is_traced=is_traced).merged(terms)
 
 
 async def _unless_gone(

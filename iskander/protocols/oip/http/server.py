@@ -29,7 +29,8 @@ class OipHttpServer:
             config.bodies_bytes, limits.budget, limits.timeouts.message_s, limits.count_ended
         )
         infer = HttpInference(models, services.submitter, config, quota)
-        app = OipHttp(models, service, infer, services.authenticator, quota).app()
+        counts = limits.calls_ended
+        app = OipHttp(models, service, infer, services.authenticator, quota, counts).app()
         context = services.tls.context(HTTP1)
         self._listener = Http1Listener(app, config.connections, limits, context)
 

@@ -19,7 +19,7 @@ def exchange_of(call: Any) -> Exchange:
     return Exchange(
         call,
         input_arena=unused,
-        dispatcher=unused,
+        dispatcher=SimpleNamespace(tracer=None),  # type: ignore[arg-type]
         limits=Config().limits,
         find=unused,
         region=unused,

@@ -1302,6 +1302,32 @@ async def test_call_without_a_request_message_fails_after_a_timeout(
 
 
 @in_loop
+async def test_ended_calls_are_counted_once_with_their_status() -> None:
+    async def serve(call: Call) -> None:
+        if call.stream_id == 1:
+            raise RpcError(Status.NOT_FOUND, "no such model")
+        if call.stream_id == 3:
+            await call.answer(b"x")
+        elif call.stream_id == 5:
+            call.send(b"x")
+        else:
+            await call.read()
+
+    peer = Peer(serve)
+    for stream_id in (1, 3, 5):
+        peer.open(stream_id, flags=END_STREAM)
+        await until(lambda at=stream_id: peer.answer(at).is_over)
+    peer.open(7)
+    peer.feed(rst_stream(7, frames.ErrorCode.CANCEL))
+    peer.open(9, ("grpc-timeout", "never"))
+
+    statuses = [status for path, status in peer.host.calls_ended if path == "/t/M"]
+    assert statuses == [
+        Status.NOT_FOUND, Status.OK, Status.OK, Status.CANCELLED, peer.answer(9).status
+    ]  # fmt: skip
+
+
+@in_loop
 async def test_expired_and_very_long_deadlines() -> None:
     peer = Peer()
     for stream_id, timeout in ((1, "0n"), (3, "1n"), (5, "99999999H")):

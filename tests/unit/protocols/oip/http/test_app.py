@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def request(target: bytes, method: str = "GET") -> tuple[int, bytes, bool]:
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    app: Any = OipHttp(None, None, Infer(), access, None).app()  # type: ignore[arg-type]
+    counts: Counter[tuple[str, str]] = Counter()
+    app: Any = OipHttp(None, None, Infer(), access, None, counts).app()  # type: ignore[arg-type]
     scope = {
         "type": "http",
         "method": method,
@@ -53,6 +55,7 @@ def request(target: bytes, method: str = "GET") -> tuple[int, bytes, bool]:
     }
     asyncio.run(app(scope, receive, send))
     (is_probe,) = access.probes
+    assert counts == {("http", str(sent[0]["status"])): 1}
     return sent[0]["status"], sent[1]["body"], is_probe
 
 

@@ -35,6 +35,7 @@ class ScriptedSubmitter:
 
     def __init__(self, respond: Callable[[RequestTensors], Awaitable[bytes]]) -> None:
         self.limits = LimitsConfig()
+        self.tracer = None
         self.calls = 0
         self.terms: list[Terms] = []
         self.callers: list[object] = []
@@ -49,7 +50,9 @@ class ScriptedSubmitter:
         yield
         self.calls -= 1
 
-    async def infer(self, _: Any, offered: RequestTensors, *, terms: Terms) -> bytes:
+    async def infer(
+        self, _: Any, offered: RequestTensors, *, terms: Terms, traced: object
+    ) -> bytes:
         self.terms.append(terms)
         return await self._respond(offered)
 
