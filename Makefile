@@ -29,13 +29,15 @@ test: .venv/.installed-tests
 test-fast: .venv/.installed-tests
 	$(BIN)/pytest tests/unit tests/spec tests/tidy
 
-# Slow tests too, clients in other languages, and fuzzing for 30 s a target. Clients whose tools are
-# missing are skipped by name: g++, go with golang-google-grpc-dev, node with npm. Fuzzing is guided by
-# coverage if the extra `fuzz` is installed, which does not support every Python.
+# Slow tests too, clients in other languages, fuzzing for 30 s a target, alerts in a real Prometheus, and
+# ten minutes of mixed load. Tests whose tools are missing are skipped by name: g++, go with
+# golang-google-grpc-dev, node with npm, prometheus. Fuzzing is guided by coverage if the extra `fuzz` is
+# installed, which does not support every Python.
 test-all: .venv/.installed-tests
 	ISKANDER_SLOW=1 $(BIN)/pytest $(SIDE_BY_SIDE)
 	ISKANDER_TEST_ALL=1 $(BIN)/pytest tests/interop
 	ISKANDER_SLOW=1 ISKANDER_TEST_ALL=1 $(BIN)/pytest -n 3 tests/fuzz
+	ISKANDER_SLOW=1 ISKANDER_TEST_ALL=1 $(BIN)/pytest tests/system/test_alarms.py
 	ISKANDER_ENDURANCE_MINUTES=10 $(BIN)/pytest tests/system/test_endurance.py
 
 # Ray, and Spark with Java, on this machine; in an environment of their own, because they are large.

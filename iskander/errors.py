@@ -185,7 +185,7 @@ class FilterError(IskanderError, code="filter", fault=Fault.CLIENT, status="INVA
 
 
 class TicketRejected(IskanderError, code="ticket", fault=Fault.CLIENT, status="INVALID_ARGUMENT"):
-    """The ticket is expired, altered, or signed with another key; request a new one."""
+    """The ticket is expired, altered, of another key, or its source changed; request a new one."""
 
 
 class ReaderLost(IskanderError, code="reader_lost", fault=Fault.SERVER, status="UNAVAILABLE"):

@@ -59,6 +59,7 @@ class SourceReadsConfig(Section, frozen=True, kw_only=True):
             all processes of this gateway share.
         ticket_s: Seconds for which a ticket is valid.
         streams: Reads at once, of each gateway process; each has a process of its own. More wait.
+            The last one is for a caller without any.
         wait_s: Seconds that a call waits for one of `streams`.
         endpoints: Endpoints of one answer.
         step_s: Seconds for each step of a read: its start, and the time without progress.

@@ -247,9 +247,9 @@ def _flight(service: FlightService) -> dict[str, Serve]:
     methods: dict[str, Serve] = {
         "Handshake": service.handshake,
         "ListFlights": _with_request(service.list_flights),
-        "GetFlightInfo": _unary(service.get_flight_info),
+        "GetFlightInfo": _with_request(service.get_flight_info),
         "PollFlightInfo": _unary(service.poll_flight_info),
-        "GetSchema": _unary(service.get_schema),
+        "GetSchema": _with_request(service.get_schema),
         "DoGet": _with_request(service.do_get),
         "DoPut": service.do_put,
         "DoExchange": service.do_exchange,

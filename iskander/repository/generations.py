@@ -10,6 +10,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ log = logging.getLogger("iskander.repository")
 
 GENERATIONS_MAX = 4096
 TURN_S = 0.02
+COLLECT_S = 1.0
+"""Delay of the garbage collection after unloads. The objects of a lane refer to each other: some
+30 kB that Python may keep for hours. The collection does not scan objects of the startup."""
 FILES_CHANGED = "its files changed during the load"
 
 
@@ -78,6 +82,7 @@ class Generations:
         self._all = {key: Generation(lane, Stage.SERVING) for key, lane in lanes}
         self._next_key = len(self._all)
         self._timer: asyncio.TimerHandle | None = None
+        self._collection: asyncio.TimerHandle | None = None
         self._is_updating = False
         self._actions: dict[Action, Callable[[Generation], None]] = {
             Action.SERVE: self._serve,
@@ -134,8 +139,9 @@ class Generations:
 
     def close(self) -> None:
         """Stop updates."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._collection):
+            if timer is not None:
+                timer.cancel()
         self._is_updating = True
 
     def _on_timer(self) -> None:
@@ -246,3 +252,10 @@ class Generations:
         lane.is_retired = True
         self.loading.unload(lane)
         del self.models.by_key[lane.model.key], self._all[lane.model.key]
+        if self._collection is None:
+            loop = asyncio.get_running_loop()
+            self._collection = loop.call_later(COLLECT_S, self._collect)
+
+    def _collect(self) -> None:
+        self._collection = None
+        gc.collect()

@@ -21,6 +21,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from iskander.auth.source import Source
 from iskander.config.sources import SourceReadsConfig
 from iskander.errors import IskanderError, LimitExceeded, Overloaded, ReaderLost
 from iskander.sources.messages import (
@@ -34,13 +35,14 @@ from iskander.sources.messages import (
     PlanRequest,
     Request,
 )
+from iskander.sources.slots import FairSlots, SlotsFull
 
 REQUESTS_MAX: Final = 1000
 """Requests of one process, after which another one replaces it."""
 PLANS_MAX: Final = 2
 """Plans at once; they do not wait for reads, which clients may leave open."""
 WAITING_MAX: Final = 256
-"""Calls that wait for a process; more are rejected."""
+"""Plans, and reads, that wait for a process; more are rejected."""
 STOP_S: Final = 5.0
 RETRY_MS: Final = 1000
 
@@ -177,17 +179,25 @@ class Readers:
         self._frame_bytes = frame_bytes
         self._cpus = cpus
         self._slots = {
-            "plan": asyncio.Semaphore(PLANS_MAX),
-            "read": asyncio.Semaphore(config.streams),
+            "plan": FairSlots(PLANS_MAX, WAITING_MAX),
+            "read": FairSlots(config.streams, WAITING_MAX),
         }
         self._idle: list[Reader] = []
         self.processes: set[Reader] = set()
-        self.waiting = 0
 
-    async def answers(self, request: Request) -> AsyncGenerator[Frame]:
+    @property
+    def waiting(self) -> int:
+        """Number of calls that wait for a process."""
+        return sum(slots.waiting for slots in self._slots.values())
+
+    async def answers(self, request: Request, source: Source) -> AsyncGenerator[Frame]:
         """Send a request to a process, and yield its frames.
 
         The caller closes the iterator, which ends the process unless the request is done.
+
+        Args:
+            request: The request.
+            source: Source of the call, which has a share of the processes.
 
         Raises:
             Overloaded: No process is free in time.
@@ -195,7 +205,7 @@ class Readers:
             IskanderError: The request failed.
         """
         kind = "plan" if isinstance(request, PlanRequest) else "read"
-        async with self._slot(kind):
+        async with self._slot(kind, source):
             reader = self._idle.pop() if self._idle else self._start()
             if reader.idle_timer is not None:
                 reader.idle_timer.cancel()
@@ -221,30 +231,22 @@ class Readers:
             await asyncio.wait([reader.ended for reader in self.processes], timeout=STOP_S)
 
     @contextlib.asynccontextmanager
-    async def _slot(self, kind: str) -> AsyncIterator[None]:
-        """Hold one of the processes that may run at once; wait for it in order of arrival."""
-        slot, config = self._slots[kind], self._config
-        limit = f"limit {config.streams} reads (`source_reads.streams`)"
-        if slot.locked() and self.waiting >= WAITING_MAX:
+    async def _slot(self, kind: str, source: Source) -> AsyncIterator[None]:
+        """Hold one of the processes that may run at once."""
+        wait_s = self._config.wait_s
+        try:
+            async with self._slots[kind].hold(source, wait_s):
+                yield
+        except SlotsFull as error:
+            if error.is_late:
+                text = f"no reader process was free in {wait_s:g} s (`source_reads.wait_s`)"
+            else:
+                limit = f"limit {WAITING_MAX}, less for a caller with many of them"
+                text = f"{error.waiting} calls wait for a reader process, {limit}"
             raise Overloaded(
-                f"{self.waiting} calls wait for a reader process, limit {WAITING_MAX}; {limit}",
+                f"{text}; limit {self._config.streams} reads (`source_reads.streams`)",
                 retry_after_ms=RETRY_MS,
-            )
-        self.waiting += 1
-        try:
-            async with asyncio.timeout(config.wait_s):
-                await slot.acquire()
-        except TimeoutError:
-            waited = f"{config.wait_s:g} s (`source_reads.wait_s`)"
-            raise Overloaded(
-                f"no reader process was free in {waited}; {limit}", retry_after_ms=RETRY_MS
             ) from None
-        finally:
-            self.waiting -= 1
-        try:
-            yield
-        finally:
-            slot.release()
 
     async def _step(self, work: Awaitable[ResultT]) -> ResultT:
         step_s = self._config.step_s

@@ -1,6 +1,7 @@
 """A real Prometheus with the alert rules: each alert fires by its cause, and none by normal load.
 
-A minute of the rules is a second here. Thresholds in seconds are not scaled.
+A minute of the rules is a second here. Thresholds in seconds are not scaled. All of it takes six
+minutes, so only `make test-all` runs it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from iskander.errors import IskanderError
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.skipif("ISKANDER_TEST_ALL" not in os.environ, reason="minutes: `make test-all`"),
     pytest.mark.skipif(PROMETHEUS is None, reason="needs `prometheus`: apt-get install prometheus"),
 ]
 

@@ -27,7 +27,7 @@ LAYERS = {
     "control": "errors clock decoders contract config",
     "file_watcher": "errors clock",
     "auth": "errors clock config file_watcher",
-    "sources": "errors decoders config",
+    "sources": "errors decoders config auth",
     "measurement": "errors clock decoders",
     "transport": "errors clock config memory control file_watcher auth",
     "scheduling": "errors clock contract config arrow memory control auth measurement",

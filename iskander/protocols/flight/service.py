@@ -177,24 +177,25 @@ class FlightService:
             for info in self.sources.list(call.grant):
                 await call.write(info)
 
-    async def get_flight_info(self, raw: bytes, grant: Grant) -> bytes:
-        """Return a model's result schema, and its contract as JSON; or endpoints of a source."""
+    async def get_flight_info(self, raw: bytes, call: Call) -> None:
+        """Send a model's result schema, and its contract as JSON; or endpoints of a source."""
         descriptor = _parse(flight_pb2.FlightDescriptor, raw)
         if self.sources is None or (query := self._query(descriptor)) is None:
-            return _info(self._loaded(descriptor, grant))
-        self._require_open()
-        return await self.sources.info(query, descriptor, grant)
-
-    async def get_schema(self, raw: bytes, grant: Grant) -> bytes:
-        """Return a model's result schema, without passed-through columns, or a source's."""
-        descriptor = _parse(flight_pb2.FlightDescriptor, raw)
-        if self.sources is None or (query := self._query(descriptor)) is None:
-            schema = _result_schema(self._loaded(descriptor, grant))
+            info = _info(self._loaded(descriptor, call.grant))
         else:
             self._require_open()
-            schema = await self.sources.schema(query, grant)
-        result: bytes = flight_pb2.SchemaResult(schema=schema).SerializeToString()
-        return result
+            info = await self.sources.info(query, descriptor, call)
+        await call.answer(info)
+
+    async def get_schema(self, raw: bytes, call: Call) -> None:
+        """Send a model's result schema, without passed-through columns, or a source's."""
+        descriptor = _parse(flight_pb2.FlightDescriptor, raw)
+        if self.sources is None or (query := self._query(descriptor)) is None:
+            schema = _result_schema(self._loaded(descriptor, call.grant))
+        else:
+            self._require_open()
+            schema = await self.sources.schema(query, call)
+        await call.answer(flight_pb2.SchemaResult(schema=schema).SerializeToString())
 
     async def list_actions(self, _: bytes, call: Call) -> None:
         """List the actions of `do_action`."""

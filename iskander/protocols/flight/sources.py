@@ -26,7 +26,7 @@ from iskander._generated import flight_pb2
 from iskander.auth.grants import HEADER, Grant, bearer_token
 from iskander.clock import NS_PER_S, wall_ns
 from iskander.config.sources import SourceConfig, SourceReadsConfig
-from iskander.errors import IskanderError, SourceNotFound, TicketRejected
+from iskander.errors import IskanderError, LimitExceeded, SourceNotFound, TicketRejected
 from iskander.protocols.flight.data import data_head, schema_frame
 from iskander.scheduling.lane import Lane
 from iskander.sources.messages import Frame, Kind, Planned, PlanRequest, ReadRequest
@@ -38,6 +38,10 @@ from iskander.transport.http2.call import Call
 READ_HEADER: Final = "iskander-read"
 """Header with which the reader process of an open read calls the model."""
 READ_ID_BYTES: Final = 16
+ENDPOINTS_PER_TURN: Final = 64
+"""Signed in one event loop iteration, in about a millisecond."""
+INFO_BYTES_MAX: Final = 4_000_000
+"""gRPC clients accept 4 MiB by default."""
 ENDED: Final = "ended."
 """Prefix of the counts of ended reads: completed, cancelled, or the code of the error."""
 
@@ -129,17 +133,17 @@ class FlightSources:
             if grant.may_read(source.name) and grant.may_call(source.model)
         ]
 
-    async def schema(self, query: SourceQuery, grant: Grant) -> bytes:
+    async def schema(self, query: SourceQuery, call: Call) -> bytes:
         """Return the columns of the answer to a query as an IPC message."""
-        _, planned = await self._plan(query, grant)
+        _, planned = await self._plan(query, call)
         return planned.schema
 
     async def info(
-        self, query: SourceQuery, descriptor: flight_pb2.FlightDescriptor, grant: Grant
+        self, query: SourceQuery, descriptor: flight_pb2.FlightDescriptor, call: Call
     ) -> bytes:
         """Return the endpoints of a query, in the order of the files, with their tickets."""
-        lane, planned = await self._plan(query, grant)
-        model = lane.model
+        lane, planned = await self._plan(query, call)
+        model, grant = lane.model, call.grant.name
         rules = _rules(self._source(query.source))
         expires_s = wall_ns() / NS_PER_S + self._config.ticket_s
         expiration = flight_pb2.Timestamp(seconds=int(expires_s))
@@ -153,15 +157,21 @@ class FlightSources:
             ),
         )
         for index, part in enumerate(planned.parts):
-            ticket = Ticket(
-                query.source, model.name, model.version, grant.name, rules, expires_s, part
-            )
+            if index % ENDPOINTS_PER_TURN == 0:
+                await asyncio.sleep(0)
+            ticket = Ticket(query.source, model.name, model.version, grant, rules, expires_s, part)
             info.endpoint.add(
                 ticket=flight_pb2.Ticket(ticket=sign_ticket(self._key, ticket)),
                 location=[flight_pb2.Location(uri=uri) for uri in self._locations(index)],
                 expiration_time=expiration,
             )
         encoded: bytes = info.SerializeToString()
+        if len(encoded) > INFO_BYTES_MAX:
+            raise LimitExceeded(
+                f"the {len(planned.parts)} endpoints of source `{query.source}` have "
+                f"{len(encoded):,} bytes, limit {INFO_BYTES_MAX:,}; read a part of it (`path`), or "
+                "set fewer `source_reads.locations`"
+            )
         return encoded
 
     async def get(self, raw_ticket: bytes, call: Call) -> None:
@@ -236,7 +246,8 @@ class FlightSources:
             },
         }
 
-    async def _plan(self, query: SourceQuery, grant: Grant) -> tuple[Lane, Planned]:
+    async def _plan(self, query: SourceQuery, call: Call) -> tuple[Lane, Planned]:
+        grant = call.grant
         grant.require_source(query.source)
         source = self._source(query.source)
         model = query.model or source.model
@@ -254,13 +265,14 @@ class FlightSources:
             permitted=source.keep,
             unit_rows=query.unit_rows or source.unit_rows,
         )
-        async with contextlib.aclosing(self._readers.answers(request)) as frames:
+        async with contextlib.aclosing(self._readers.answers(request, call.source)) as frames:
             found = [frame async for frame in frames]
         return lane, msgspec.msgpack.decode(found[0].metadata, type=Planned)
 
     async def _relay(self, read: Read, request: ReadRequest, call: Call) -> None:
+        answers = self._readers.answers(request, call.source)
         try:
-            async with read.scope, contextlib.aclosing(self._readers.answers(request)) as frames:
+            async with read.scope, contextlib.aclosing(answers) as frames:
                 async for frame in frames:
                     await self._send(frame, call)
         except TimeoutError:

@@ -38,6 +38,12 @@ def notify(process: ChildProcess, folder: Path, text: str) -> None:
     process.read_notices()
 
 
+def test_drain_is_not_replaced_by_a_reload(process: ChildProcess, tmp_path: Path) -> None:
+    for action in ("reload", "drain", "reload"):
+        notify(process, tmp_path, f"X_ISKANDER_ACTION={action}")
+    assert process.action == "drain"
+
+
 def test_silence_is_measured_from_the_last_notification(
     process: ChildProcess, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ WAIT_S = 30.0
 CONFIG = Config(
     server=ServerConfig(address=("127.0.0.1:1",)),
     limits=LimitsConfig(rows=7000),
-    models=(ModelConfig(name="m", path="/models/m"),),
+    models=(ModelConfig(name="m", path="/models/m", max_batch_rows=100),),
 )
 CHANGED = replace(CONFIG, limits=LimitsConfig(rows=8000))
 

@@ -63,6 +63,8 @@ def test_number_of_listings_of_a_path_is_limited() -> None:
         read_query(json.dumps({"source": "a", "path": "**/**/a*/**"}).encode())
 
 
-@pytest.mark.parametrize("path", ["a", "**/a/**", "a/b.parquet", "*/x", "a..b/c", "...", "day=1/**"])
+@pytest.mark.parametrize(
+    "path", ["a", "**/a/**", "a/b.parquet", "*/x", "a..b/c", "...", "day=1/**"]
+)
 def test_path_below_the_folder_is_read(path: str) -> None:
     assert read_query(json.dumps({"source": "a", "path": path}).encode()).path == path

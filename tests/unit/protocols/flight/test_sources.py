@@ -12,6 +12,7 @@ import pytest
 
 from iskander._generated import flight_pb2
 from iskander.auth.grants import FULL_GRANT
+from iskander.auth.source import UNKNOWN_SOURCE
 from iskander.config.sources import SourceConfig, SourceReadsConfig
 from iskander.errors import ModelNotFound, TicketRejected
 from iskander.protocols.flight.sources import FlightSources
@@ -19,13 +20,14 @@ from iskander.sources.messages import Frame, Kind, Planned
 from iskander.sources.query import SourceQuery
 
 EMPTY = memoryview(b"")
+CALL: Any = SimpleNamespace(grant=FULL_GRANT, metadata=(), source=UNKNOWN_SOURCE)
 LANE = SimpleNamespace(model=SimpleNamespace(name="m", version="1"))
 
 
 class OnePart:
     """Answers plans with one part."""
 
-    async def answers(self, _: Any) -> AsyncIterator[Frame]:
+    async def answers(self, *_: Any) -> AsyncIterator[Frame]:
         planned = msgspec.msgpack.encode(Planned(b"", [b"part"], 1))
         yield Frame(Kind.PLANNED, 0, memoryview(planned), EMPTY)
 
@@ -44,7 +46,7 @@ def sources(find: Any, **settings: Any) -> FlightSources:
 
 async def ticket() -> bytes:
     planning = sources(lambda *_: LANE, keep=("a", "b"), filter="a > 0")
-    raw = await planning.info(SourceQuery(source="s"), flight_pb2.FlightDescriptor(), FULL_GRANT)
+    raw = await planning.info(SourceQuery(source="s"), flight_pb2.FlightDescriptor(), CALL)
     info: Any = flight_pb2.FlightInfo.FromString(raw)
     signed: bytes = info.endpoint[0].ticket.ticket
     return signed
@@ -55,8 +57,7 @@ def redeem(**settings: Any) -> None:
         raise ModelNotFound("the ticket was accepted")
 
     async def run() -> None:
-        call: Any = SimpleNamespace(grant=FULL_GRANT, metadata=())
-        await sources(missing, **settings).get(await ticket(), call)
+        await sources(missing, **settings).get(await ticket(), CALL)
 
     asyncio.run(run())
 

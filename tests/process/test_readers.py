@@ -1,0 +1,68 @@
+"""Reader processes of sources: which ones are used again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from iskander.auth.source import UNKNOWN_SOURCE
+from iskander.config.sources import SourceReadsConfig
+from iskander.errors import IskanderError, LimitExceeded
+from iskander.sources import readers as readers_module
+from iskander.sources.messages import PlanRequest
+from iskander.sources.readers import Reader, Readers
+
+WAIT_S = 60.0
+REJECTED = PlanRequest(source="s", root="/none", contract=[], filters=[], parts_max=1)
+
+
+async def planned(readers: Readers) -> Reader:
+    """Process of a plan that failed."""
+    with pytest.raises(IskanderError):
+        async for _ in readers.answers(REJECTED, UNKNOWN_SOURCE):
+            pass
+    (reader,) = readers.processes
+    return reader
+
+
+def test_idle_process_that_ends_is_forgotten() -> None:
+    async def run() -> None:
+        faults: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        readers = Readers(SourceReadsConfig(idle_s=600), 1 << 20)
+        reader = await planned(readers)
+        assert await planned(readers) is reader, "it is used again"
+        os.kill(reader.pid, signal.SIGKILL)
+        async with asyncio.timeout(WAIT_S):
+            await reader.ended
+            while readers.processes:
+                await asyncio.sleep(0)
+        assert reader.idle_timer is not None and reader.idle_timer.cancelled()
+        assert await planned(readers) is not reader
+        await readers.stop()
+        assert not faults
+
+    asyncio.run(run())
+
+
+def test_process_with_unread_frames_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rest of a rejected answer would be read as that of the next request."""
+
+    async def run() -> None:
+        readers = Readers(SourceReadsConfig(idle_s=600), 1 << 20)
+        monkeypatch.setattr(readers_module, "METADATA_BYTES_MAX", 1)
+        with pytest.raises(LimitExceeded):
+            async for _ in readers.answers(REJECTED, UNKNOWN_SOURCE):
+                pass
+        (reader,) = readers.processes
+        async with asyncio.timeout(WAIT_S):
+            await reader.ended
+        await readers.stop()
+
+    asyncio.run(run())

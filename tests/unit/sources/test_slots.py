@@ -1,0 +1,149 @@
+"""Slots of reader processes: shares of callers, turns and limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+
+import pytest
+
+from iskander.auth.source import Source
+from iskander.sources.slots import FairSlots, SlotsFull
+
+LONG_S = 60.0
+GREEDY, OTHER, THIRD = Source("greedy"), Source("other"), Source("third")
+
+Take = Callable[[str, Source], Awaitable[asyncio.Event]]
+
+
+def holding(
+    test: Callable[[FairSlots, list[str], Take], Coroutine[None, None, None]],
+    count: int = 2,
+    waiting_max: int = 16,
+) -> None:
+    """Run a test with a function that starts a holder, and the names of those that got a slot."""
+
+    async def run() -> None:
+        slots, served = FairSlots(count, waiting_max), list[str]()
+        tasks = list[asyncio.Task[None]]()
+
+        async def take(name: str, source: Source) -> asyncio.Event:
+            done = asyncio.Event()
+
+            async def hold() -> None:
+                async with slots.hold(source, LONG_S):
+                    served.append(name)
+                    await done.wait()
+
+            tasks.append(asyncio.create_task(hold()))
+            await settle()
+            return done
+
+        await test(slots, served, take)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert slots.waiting == 0
+        async with asyncio.timeout(LONG_S), slots.hold(THIRD, LONG_S):
+            pass
+
+    asyncio.run(run())
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_last_slot_is_for_a_caller_without_any() -> None:
+    async def test(slots: FairSlots, served: list[str], take: Take) -> None:
+        for name in ("a", "b", "c"):
+            await take(name, GREEDY)
+        assert (served, slots.waiting) == (["a"], 2)
+        await take("d", OTHER)
+        assert served == ["a", "d"]
+
+    holding(test)
+
+
+def test_single_slot_is_for_everybody() -> None:
+    async def test(slots: FairSlots, served: list[str], take: Take) -> None:
+        first = await take("a", GREEDY)
+        await take("b", GREEDY)
+        first.set()
+        await settle()
+        assert (served, slots.waiting) == (["a", "b"], 0)
+
+    holding(test, count=1)
+
+
+def test_waiting_callers_take_turns() -> None:
+    async def test(slots: FairSlots, served: list[str], take: Take) -> None:
+        held = [await take("a", THIRD)]
+        for name, source in (("b", GREEDY), ("c", GREEDY), ("d", OTHER), ("e", GREEDY)):
+            held.append(await take(name, source))
+        for done in held:
+            done.set()
+            await settle()
+        assert served == ["a", "b", "d", "c", "e"]
+
+    holding(test, count=1)
+
+
+def test_connections_without_a_token_are_callers() -> None:
+    async def test(slots: FairSlots, served: list[str], take: Take) -> None:
+        await take("a", Source(connection=1))
+        await take("b", Source(connection=1))
+        await take("c", Source(connection=2))
+        assert served == ["a", "c"]
+
+    holding(test)
+
+
+def test_last_places_to_wait_are_for_callers_with_few() -> None:
+    async def test(slots: FairSlots, served: list[str], take: Take) -> None:
+        await take("a", THIRD)
+        for number in range(14):
+            await take(str(number), GREEDY)
+        with pytest.raises(SlotsFull) as error:
+            async with slots.hold(GREEDY, LONG_S):
+                pass
+        assert (error.value.waiting, error.value.is_late) == (14, False)
+        await take("o", OTHER)
+        assert slots.waiting == 15
+
+    holding(test, count=1)
+
+
+def test_wait_is_limited() -> None:
+    async def test(slots: FairSlots, served: list[str], take: Take) -> None:
+        await take("a", THIRD)
+        with pytest.raises(SlotsFull) as error:
+            async with slots.hold(OTHER, 0.001):
+                pass
+        assert error.value.is_late
+
+    holding(test, count=1)
+
+
+def test_cancelled_caller_passes_its_slot_on() -> None:
+    """It is cancelled in the event loop iteration in which it gets the slot."""
+
+    async def test(slots: FairSlots, served: list[str], take: Take) -> None:
+        first = await take("a", THIRD)
+
+        async def hold() -> None:
+            async with slots.hold(OTHER, LONG_S):
+                served.append("b")
+
+        cancelled = asyncio.create_task(hold())
+        await settle()
+        await take("c", GREEDY)
+        first.set()
+        while slots.waiting == 2:
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        await settle()
+        assert served == ["a", "c"]
+
+    holding(test, count=1)
