@@ -38,7 +38,7 @@ test-all: .venv/.installed-tests
 	ISKANDER_TEST_ALL=1 $(BIN)/pytest tests/interop
 	ISKANDER_SLOW=1 ISKANDER_TEST_ALL=1 $(BIN)/pytest -n 3 tests/fuzz
 	ISKANDER_SLOW=1 ISKANDER_TEST_ALL=1 $(BIN)/pytest tests/system/test_alarms.py
-	ISKANDER_ENDURANCE_MINUTES=10 $(BIN)/pytest tests/system/test_endurance.py
+	ISKANDER_SLOW=1 ISKANDER_ENDURANCE_MINUTES=10 $(BIN)/pytest tests/system/test_endurance.py
 
 # Ray, and Spark with Java, on this machine; in an environment of their own, because they are large.
 test-engines:

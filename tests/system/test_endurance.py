@@ -1,6 +1,7 @@
-"""Endurance runs by the benchmark's command: a short one, a deliberate leak, and a long one.
+"""Endurance runs by the benchmark's command: short ones, a deliberate leak, and a long one.
 
-`ISKANDER_ENDURANCE_MINUTES` enables the long run and sets its duration; `make test-all` sets 10.
+`ISKANDER_ENDURANCE_MINUTES` enables all but one of them, and sets the duration of the long one;
+`make test-all` sets 10.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ MINUTES = float(os.environ.get("ISKANDER_ENDURANCE_MINUTES", "0"))
 SHORT_MINUTES, LEAK_MINUTES = 0.4, 1.0
 EXTRA_S = 300.0
 """For the start, the quiet points and the end of a run on a busy machine."""
+long_only = pytest.mark.skipif(
+    not MINUTES, reason="long: `make test-all`, or ISKANDER_ENDURANCE_MINUTES"
+)
 FAMILIES = {"flight", "grpc", "http", "inferential"}
 
 
@@ -79,7 +83,7 @@ def require_load(run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=long_only)])
 def test_short_run_has_only_right_answers(tmp_path: Path, processes: int) -> None:
     """Memory is not judged: it grows in so short a time."""
     run = Run(tmp_path, SHORT_MINUTES, "--processes", str(processes))
@@ -88,7 +92,7 @@ def test_short_run_has_only_right_answers(tmp_path: Path, processes: int) -> Non
         assert not name.startswith(("clients: ", "quiet points: ", "server: tracebacks")), name
 
 
-@pytest.mark.slow
+@long_only
 def test_kept_regions_break_the_limits(tmp_path: Path) -> None:
     """Long enough for quarters with several quiet points."""
     run = Run(tmp_path, LEAK_MINUTES, "--leak")
@@ -96,7 +100,7 @@ def test_kept_regions_break_the_limits(tmp_path: Path) -> None:
     assert run.broken().keys() >= {"gateway 0: regions", "isk-gateway: descriptors"}
 
 
-@pytest.mark.skipif(not MINUTES, reason="long: `make test-all`, or ISKANDER_ENDURANCE_MINUTES")
+@long_only
 def test_long_run_breaks_no_limit(tmp_path: Path) -> None:
     run = Run(tmp_path, MINUTES)
     require_load(run)

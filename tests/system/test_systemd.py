@@ -214,9 +214,10 @@ def test_changed_files_are_kept_unless_forced(tmp_path: Path) -> None:
 
 def test_worker_of_an_earlier_configuration_has_a_note(tmp_path: Path) -> None:
     file = write_config(tmp_path, workers={"spawn": False, "groups": ["0"], "count": 1})
-    assert "note" not in install(file, tmp_path / "etc").replace(f"note: {tmp_path}", "")
+    note = "iskander-worker@0 is no longer in the plan"
+    assert note not in install(file, tmp_path / "etc")
     file = write_config(tmp_path)
-    assert "iskander-worker@0 is no longer in the plan" in install(file, tmp_path / "etc")
+    assert note in install(file, tmp_path / "etc")
 
 
 class Manager:
