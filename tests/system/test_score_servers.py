@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,7 @@ MIB = 1 << 20
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A slow model and an input of eight row groups."""
     folder = tmp_path_factory.mktemp("servers")
-    models.looping(folder / "slow", 400, 0)
+    models.looping(folder / "slow", 10_000, 0)
     table = pa.table({"x": range(ROWS)})
     pq.write_table(table, folder / "in.parquet", row_group_size=ROWS // 8)
     return folder
@@ -49,7 +50,7 @@ def begin(
     return subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, "ISKANDER_TOKEN": token},
+        env={**os.environ, "ISKANDER_TOKEN": token, "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -59,6 +60,16 @@ def begin(
 def finished_units(folder: Path) -> int:
     journal = folder / "_iskander/out/journal.jsonl"
     return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+
+def wait_for_unit(process: subprocess.Popen[str], folder: Path) -> None:
+    """Wait for a finished unit; if there is none, show what the threads of the job do."""
+    try:
+        eventually(lambda: finished_units(folder) >= 1, what="a finished unit")
+    except AssertionError:
+        process.send_signal(signal.SIGABRT)
+        sys.stderr.write(process.communicate(timeout=WITHIN_S)[1])
+        raise
 
 
 def assert_complete(folder: Path) -> None:
@@ -87,7 +98,7 @@ def test_job_whose_token_ends_fails_by_name_and_resumes_with_a_new_one(
         server, served(server), workers={"count": 1}, access=access, token=operator
     ) as gateway:
         process = begin(tmp_path, place, [gateway], token=token)
-        eventually(lambda: finished_units(tmp_path) >= 1, what="a finished unit")
+        wait_for_unit(process, tmp_path)
         file.write_text(without)
         _, error = process.communicate(timeout=WITHIN_S)
         assert process.returncode == 1
@@ -122,7 +133,7 @@ def test_job_moves_from_a_server_that_drains(place: Path, tmp_path: Path) -> Non
         running(folders[1], served(place), workers={"count": 1}) as second,
     ):
         process = begin(tmp_path, place, [first, second])
-        eventually(lambda: finished_units(tmp_path) >= 1, what="a finished unit")
+        wait_for_unit(process, tmp_path)
         first.signal(signal.SIGTERM)
         _, error = process.communicate(timeout=WITHIN_S)
         assert process.returncode == 0, error
