@@ -30,7 +30,7 @@ MIB = 1 << 20
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A slow model and an input of eight row groups."""
     folder = tmp_path_factory.mktemp("servers")
-    models.looping(folder / "slow", 10_000, 0)
+    models.looping(folder / "slow", 30_000, 0)
     table = pa.table({"x": range(ROWS)})
     pq.write_table(table, folder / "in.parquet", row_group_size=ROWS // 8)
     return folder
