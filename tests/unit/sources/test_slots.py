@@ -10,7 +10,7 @@ import pytest
 from iskander.auth.source import Source
 from iskander.sources.slots import FairSlots, SlotsFull
 
-LONG_S = 60.0
+LONG_S = 5.0
 GREEDY, OTHER, THIRD = Source("greedy"), Source("other"), Source("third")
 
 Take = Callable[[str, Source], Awaitable[asyncio.Event]]
