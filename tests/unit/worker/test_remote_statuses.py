@@ -22,6 +22,7 @@ TARGET = target_text("m", "2", "host:1")
 LOST = (
     "failed to connect to all addresses; last error: Connection refused",
     "recvmsg:Connection reset by peer (104)",
+    "Stream removed (sendmsg: Broken pipe (32))",
     "errors resolving host:1",
     "Socket closed",
     "no healthy upstream",

@@ -38,8 +38,8 @@ _TEXT_CHARACTERS: Final = 16_384
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*m")
 """Colors of a terminal, in texts of Ray."""
 _CONNECTION: Final = (
-    "connect", "resolv", "socket", "recvmsg", "goaway", "upstream", "http2 header", "transport",
-    "handshake", "ssl", "endpoint", "name resolution",
+    "connect", "resolv", "socket", "recvmsg", "sendmsg", "stream removed", "goaway", "upstream",
+    "http2 header", "transport", "handshake", "ssl", "endpoint", "name resolution",
 )  # fmt: skip
 _TOO_LARGE: Final = "larger than max"
 _OWN_LIMIT: Final = "CLIENT: "
