@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup quickstart serve test test-fast test-all test-engines test-kserve test-deb deb lint fmt bench bench-peers bench-scheduling endurance docs wheel ci clean
+.PHONY: setup quickstart serve test test-fast test-all test-engines test-kserve test-deb deb lint fmt test-gpu bench bench-gpu bench-peers bench-scheduling endurance docs wheel ci clean
 
 setup: .venv/.installed
 
@@ -29,7 +29,7 @@ test: .venv/.installed-tests
 test-fast: .venv/.installed-tests
 	$(BIN)/pytest tests/unit tests/spec tests/tidy
 
-# Slow tests too, clients in other languages, fuzzing for 30 s a target, alerts in a real Prometheus, and
+# Slow tests too, clients in other languages, fuzzing for 60 s a target, alerts in a real Prometheus, and
 # ten minutes of mixed load. Tests whose tools are missing are skipped by name: g++, go with
 # golang-google-grpc-dev, node with npm, prometheus. Fuzzing is guided by coverage if the extra `fuzz` is
 # installed, which does not support every Python.
@@ -53,6 +53,11 @@ test-kserve: .venv/.installed-tests
 	KSERVE_PYTHON=$(CURDIR)/build/kserve/bin/python \
 	    $(BIN)/pytest tests/system/test_oip_kserve.py tests/system/test_protocols_page.py
 
+# On a machine with an NVIDIA GPU and `iskander[gpu]`; without a card each test is skipped by name.
+test-gpu: .venv/.installed-tests
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,gpu]'
+	$(BIN)/pytest tests/gpu
+
 # The Debian package on a small machine with systemd. It needs root and Debian's tools: systemd-container,
 # mmdebstrap, debhelper, dpkg-dev, python3-venv, and lintian.
 test-deb: .venv/.installed-tests
@@ -69,6 +74,8 @@ lint: setup
 	$(BIN)/python scripts/gen_reference.py --check
 	$(BIN)/python scripts/gen_completions.py --check
 	$(BIN)/python scripts/gen_dashboards.py --check
+	$(BIN)/python scripts/licences.py --check
+	$(BIN)/python scripts/sbom.py --check
 
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
@@ -79,6 +86,11 @@ bench: setup
 	$(BIN)/python -m benchmarks.flight_latency --out build/small.jsonl
 	$(BIN)/python -m benchmarks.batch_throughput --out build/large.jsonl
 	$(BIN)/python -m benchmarks probe --out build/probe.jsonl
+
+# ONNX Runtime by itself, and a server with four clients, on a GPU.
+bench-gpu: setup
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,bench,gpu]'
+	$(BIN)/python -m benchmarks.gpu --out build/gpu.jsonl
 
 bench-peers: setup
 	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,bench]'
@@ -106,6 +118,8 @@ docs: setup
 	$(BIN)/python scripts/gen_reference.py
 	$(BIN)/python scripts/gen_completions.py
 	$(BIN)/python scripts/gen_dashboards.py
+	$(BIN)/python scripts/licences.py
+	$(BIN)/python scripts/sbom.py
 
 wheel: setup
 	$(BIN)/python scripts/check_wheel.py

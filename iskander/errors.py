@@ -107,11 +107,19 @@ class IskanderError(Exception):
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> IskanderError:
-        """Convert back from `to_wire`; an unknown code gives a plain `IskanderError`."""
-        known = ("code", "fault", "retryable", "message", "retry_after_ms")
+        """Convert back from `to_wire`; an unknown code gives a plain `IskanderError`.
+
+        The peer may be faulty: a value of another type is replaced by the default.
+        """
+        known = ("code", "fault", "retryable", "message", "retry_after_ms", "self")
         fields = {key: value for key, value in wire.items() if key not in known}
-        kind = IskanderError._by_code.get(wire.get("code", ""), IskanderError)
-        return kind(wire.get("message", ""), retry_after_ms=wire.get("retry_after_ms"), **fields)
+        code, message, wait_ms = (wire.get(key) for key in ("code", "message", "retry_after_ms"))
+        kind = IskanderError._by_code.get(code, IskanderError) if isinstance(code, str) else None
+        return (kind or IskanderError)(
+            message if isinstance(message, str) else "",
+            retry_after_ms=wait_ms if type(wait_ms) is int else None,
+            **fields,
+        )
 
 
 def shorten(text: str, bytes_max: int = MESSAGE_BYTES_MAX) -> str:
@@ -239,7 +247,17 @@ class ClientOverShare(
     status="RESOURCE_EXHAUSTED",
     http_status=429,
 ):
-    """The client is at its limit of outstanding requests."""
+    """The client is at its limit of outstanding requests, or its token at that of rows."""
+
+
+class RateLimited(
+    IskanderError,
+    code="rate_limited",
+    fault=Fault.CLIENT,
+    status="RESOURCE_EXHAUSTED",
+    http_status=429,
+):
+    """The token sends more requests or rows per second than its limits permit."""
 
 
 class ArenaFull(IskanderError, code="arena_full", fault=Fault.NOBODY, status="RESOURCE_EXHAUSTED"):

@@ -32,6 +32,7 @@ class ExitCode(IntEnum):
     UNAVAILABLE = 69
     BUG = 70
     MEMORY = 71
+    DEVICE = 74
     PROTOCOL = 76
     PERMISSION = 77
     CONFIG = 78
@@ -63,6 +64,7 @@ MEANINGS: Final[dict[str, dict[ExitCode, str]]] = {
         ExitCode.UNAVAILABLE: "no gateway",
         ExitCode.BUG: "a bug",
         ExitCode.MEMORY: "the system refused memory",
+        ExitCode.DEVICE: "a fault of the GPU",
         ExitCode.PROTOCOL: "the gateway speaks another version or rejected this worker",
         ExitCode.CONFIG: "the interpreter of the model's workers lacks something",
     },

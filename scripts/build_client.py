@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENTRY = "iskander.client"
 TYPED = "iskander/py.typed"
 DEPENDENCIES = ("pyarrow", "stamina")
+SBOM = "iskander-client.cdx.json"
 README = """\
 # iskander-client
 
@@ -51,6 +52,7 @@ def wheel(folder: Path) -> Path:
         # The main project's license files, if it has any.
         for path in ROOT.glob("LICENSE*"):
             shutil.copy(path, tree)
+        shutil.copy(ROOT / "scripts" / "sboms" / SBOM, tree)
         (tree / "README.md").write_text(README)
         (tree / "pyproject.toml").write_text(_pyproject())
         build_wheel.build(tree, tree / "wheel")
@@ -137,10 +139,12 @@ def _pyproject() -> str:
             each for each in main["dependencies"] if each.partition(">=")[0] in DEPENDENCIES
         ],
     }
-    lines = ["[build-system]", 'requires = ["hatchling"]', 'build-backend = "hatchling.build"']
+    lines = ["[build-system]", 'requires = ["hatchling>=1.28"]']
+    lines += ['build-backend = "hatchling.build"']
     lines += ["[project]", *(f"{key} = {json.dumps(value)}" for key, value in project.items())]
     lines += ["[tool.hatch.version]", 'path = "iskander/__init__.py"']
     lines += ["[tool.hatch.build.targets.wheel]", 'packages = ["iskander"]']
+    lines += [f'sbom-files = ["{SBOM}"]']
     return "\n".join(lines) + "\n"
 
 

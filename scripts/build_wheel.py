@@ -24,6 +24,7 @@ SOURCES = (
     "pyproject.toml",
     "README.md",
     "scripts/compile_hook.py",
+    "scripts/sboms",
 )
 
 

@@ -131,7 +131,17 @@ def require_contents(wheel: Path) -> None:
         sys.exit(f"the wheel contains {sorted(tops)}, expected {sorted(expected)}")
     if "iskander/_systemd/iskander-gateway.service" not in names:
         sys.exit("the wheel has no systemd units for `iskander install-systemd`")
+    require_sbom(wheel, "iskander.cdx.json")
     print(f"{wheel.name}: {len(names)} files")
+
+
+def require_sbom(wheel: Path, name: str) -> None:
+    """Check for the software bill of materials of this checkout."""
+    distribution, version = wheel.name.split("-")[:2]
+    with zipfile.ZipFile(wheel) as files:
+        found = files.read(f"{distribution}-{version}.dist-info/sboms/{name}")
+    if found != (ROOT / "scripts" / "sboms" / name).read_bytes():
+        sys.exit(f"{wheel.name} has another bill of materials than scripts/sboms/{name}")
 
 
 def check_pure_wheel(venv: Path) -> None:
@@ -149,6 +159,7 @@ def check_client_wheel(folder: Path, server: Path) -> None:
     found = {name for name in names if ".dist-info/" not in name}
     if found != expected or not wheel.name.endswith("-py3-none-any.whl"):
         sys.exit(f"{wheel.name} contains {sorted(found)}, expected {sorted(expected)}")
+    require_sbom(wheel, build_client.SBOM)
     python = install(wheel, folder / "venv", extra="")
     search = f"import importlib.util as u; print([n for n in {SERVER_LIBRARIES} if u.find_spec(n)])"
     done = subprocess.run(

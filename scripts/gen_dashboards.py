@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from iskander.telemetry.drift_metrics import DRIFT_METRICS, DRIFT_SCOPE
 from iskander.telemetry.metrics import LANE_METRICS, SCOPES, Metric
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "configs" / "grafana"
 
-METRICS = {metric.name: metric for _, _, declared in SCOPES for metric in declared}
-PER_MODEL = {metric.name for metric in LANE_METRICS} | {
+METRICS = {metric.name: metric for _, _, declared in (*SCOPES, DRIFT_SCOPE) for metric in declared}
+PER_MODEL = {metric.name for metric in (*LANE_METRICS, *DRIFT_METRICS)} | {
     metric.name for metric in METRICS.values() if "model" in metric.labels
 }
 BLANKS = str.maketrans("_:", "  ")
@@ -73,7 +74,7 @@ def stat(
     return Panel(title, (name,), by, how, kind="stat", unit=unit)
 
 
-M, W = ("model", "version"), ("worker",)
+M, W, G = ("model", "version"), ("worker",), ("gpu",)
 
 OVERVIEW = (
     Panel("Alerts", ("ALERTS",), ("alertname",), "count", kind="stat",
@@ -128,6 +129,10 @@ MODEL = (
     Panel("Cost of a batch", ("iskander_cost_base_seconds",), (*M, "worker"), "max"),
     Panel("Cost of a row", ("iskander_cost_row_seconds",), (*M, "worker"), "max"),
     Panel("Worker deaths during its batches", ("iskander_worker_deaths_total",), M),
+    Panel("Drifting columns", ("iskander_drift_columns",), (*M, "side"), "max",
+          where='state="drifting"'),
+    Panel("Drift of columns, in units of the limit", ("iskander_drift_severity",),
+          (*M, "side", "column"), "max"),
 )  # fmt: skip
 WORKERS = (
     Panel("State", ("iskander_worker_state",), (*W, "state"), "max", kind="state-timeline"),
@@ -148,6 +153,16 @@ WORKERS = (
     Panel("Huge pages", ("iskander_input_huge_bytes",)),
     Panel("Locked memory", ("iskander_input_locked_bytes",)),
     Panel("Resources that the system refused", ("iskander_worker_notices",), W, "max"),
+    Panel("State of GPUs", ("iskander_gpu_state",), (*G, "state"), "max", kind="state-timeline"),
+    Panel("Load of GPUs", ("iskander_gpu_utilization_ratio",), G, "max", unit="percentunit"),
+    Panel("Memory of GPUs", ("iskander_gpu_memory_used_bytes", "iskander_gpu_memory_total_bytes"),
+          G, "max"),
+    Panel("Temperature of GPUs", ("iskander_gpu_temperature_celsius",), G, "max", unit="celsius"),
+    Panel("Power of GPUs", ("iskander_gpu_power_watts",), G, "max", unit="watt"),
+    Panel("Lowered clocks of GPUs", ("iskander_gpu_throttled",), (*G, "reason"), "max"),
+    Panel("Memory errors of GPUs", ("iskander_gpu_ecc_errors_total",), (*G, "kind"), "max"),
+    Panel("Xid errors of GPUs", ("iskander_gpu_xid_errors_total",), (*G, "xid"), "max"),
+    Panel("Repeated transfers on PCIe", ("iskander_gpu_pcie_replays_total",), G, "max"),
 )  # fmt: skip
 
 DASHBOARDS = {

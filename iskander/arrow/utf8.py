@@ -39,3 +39,16 @@ def require_strings(
         except pa.ArrowInvalid:
             raise MalformedInput(f"{what}: {text}") from None
         raise ContractError(f"{what}: {text}; model strings must be UTF-8") from None
+
+
+def string_error(
+    count: int, offsets: bytes | memoryview, joined: bytes | memoryview, *, is_text: bool
+) -> str:
+    """Why strings are invalid; empty if their offsets are valid and, for text, their UTF-8."""
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(joined)]
+    kind = pa.utf8() if is_text else pa.binary()
+    try:
+        pa.Array.from_buffers(kind, count, buffers).validate(full=True)
+    except pa.ArrowInvalid as error:
+        return error_text(error)
+    return ""

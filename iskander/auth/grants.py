@@ -10,19 +10,27 @@ Runs on: gateway loop. Source: RFC 6750 (bearer tokens), RFC 7617 (basic).
 from __future__ import annotations
 
 import asyncio
-import base64
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
-from iskander.auth.tokens import digest, read_tokens
+from iskander.auth.audit import AuditLog
+from iskander.auth.origin import UNKNOWN_ORIGIN, Origin
+from iskander.auth.passwords import (
+    PasswordUnverified,
+    PasswordVerifier,
+    read_credentials,
+    session_token,
+)
+from iskander.auth.quota import NO_LIMITS, Quotas
+from iskander.auth.tokens import PREFIX, credential, digest, read_tokens
 from iskander.clock import NS_PER_S, wall_ns
-from iskander.config.auth import AccessConfig, Token
+from iskander.config.auth import AccessConfig, TokenFile
 from iskander.errors import ConfigError, IskanderError, PermissionDenied, Unauthenticated
 from iskander.file_watcher import FileWatcher, ReloadStatus
+from iskander.logs import network as log
 
 HEADER: Final = "authorization"
 ANONYMOUS: Final = "(anonymous)"
@@ -33,8 +41,6 @@ MODEL_NAME_MAX: Final = 128
 CACHED_MODELS_MAX: Final = 1024
 _EXPIRED: Final = "the token has expired or was revoked"
 _HINT: Final = "send the header `authorization: Bearer TOKEN`"
-
-log: Final = logging.getLogger("iskander.access")
 
 
 class Grant:
@@ -170,13 +176,24 @@ class Authenticator:
     Args:
         config: With the path of the token file.
         on_change: Called when grants of open calls may have changed.
+        processes: Gateway processes, each of which enforces its part of the limits.
+        audit: Records changes of the file and failed authentications.
 
     Attributes:
+        quotas: Limits of the grants that have any.
         reloads: Reads of the token file; None on a server without tokens.
     """
 
-    def __init__(self, config: AccessConfig, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: AccessConfig,
+        on_change: Callable[[], None],
+        processes: int = 1,
+        audit: AuditLog | None = None,
+    ) -> None:
         self.refused: Counter[str] = Counter()
+        self._audit = audit or AuditLog()
+        self.quotas = Quotas(processes)
         self._path = Path(config.tokens)
         self._has_no_tokens = not config.tokens
         self.reloads = ReloadStatus() if config.tokens else None
@@ -184,6 +201,7 @@ class Authenticator:
         self._on_change = on_change
         self._grants: dict[str, Grant] = {}
         self._expiries: dict[str, float] = {}
+        self._passwords = PasswordVerifier()
         self._watcher = FileWatcher([self._path], self._on_poll)
         self._reading: asyncio.Task[None] | None = None
         self.anonymous: Grant = FULL_GRANT
@@ -197,25 +215,98 @@ class Authenticator:
         """Number of valid tokens."""
         return sum(grant.is_valid for grant in self._grants.values())
 
-    def grant(self, headers: Iterable[tuple[str, Any]], *, is_probe: bool = False) -> Grant:
-        """Return the grant for the headers of a call, whose names are in lower case.
+    async def authenticate(
+        self,
+        headers: Iterable[tuple[str, Any]],
+        *,
+        is_probe: bool = False,
+        origin: Origin = UNKNOWN_ORIGIN,
+    ) -> Grant:
+        """Return the grant of a call: that of its token or password, else that of its certificate.
+
+        Args:
+            headers: Headers of the call, whose names are in lower case.
+            is_probe: Whether the call is a health probe.
+            origin: Origin of its connection.
 
         Raises:
-            Unauthenticated: The token is not valid; or it is missing, `access.anonymous` is empty,
-                and the call is no health probe.
+            Unauthenticated: The token or password is not valid; or it is missing, the certificate
+                has no grant, `access.anonymous` is empty, and the call is no health probe.
+            Overloaded: Too many passwords wait for their verification.
+        """
+        try:
+            return self.find(headers, is_probe=is_probe, origin=origin)
+        except PasswordUnverified as unverified:
+            credentials = unverified.credentials
+        grant = self._of_password(await self._passwords.verify(credentials, origin))
+        if grant is None:
+            raise self._rejection("the user name or password is wrong", origin)
+        return grant
+
+    def grant(
+        self,
+        headers: Iterable[tuple[str, Any]],
+        *,
+        is_probe: bool = False,
+        origin: Origin = UNKNOWN_ORIGIN,
+    ) -> Grant:
+        """Return the grant of a call as `authenticate`, without the verification of passwords."""
+        try:
+            return self.find(headers, is_probe=is_probe, origin=origin)
+        except PasswordUnverified:
+            raise self._rejection("passwords are not accepted for this call", origin) from None
+
+    def find(
+        self,
+        headers: Iterable[tuple[str, Any]],
+        *,
+        is_probe: bool = False,
+        origin: Origin = UNKNOWN_ORIGIN,
+    ) -> Grant:
+        """Return the grant of a call as `authenticate`, if no password has to be verified.
+
+        Raises:
+            PasswordUnverified: The call has a password that was not verified recently.
         """
         if self._has_no_tokens:
             return FULL_GRANT
         value = next((value for name, value in headers if name == HEADER), None)
         if value is None:
+            if origin.certificate and (found := self._of_certificate(origin)) is not None:
+                return found
             if self._requires_token and not is_probe:
-                raise self._rejection(f"this server requires a token: {_HINT}")
+                raise self._rejection(f"this server requires a token: {_HINT}", origin)
             return self.anonymous
-        token = bearer_token(str(value))
+        header = str(value)
+        token = bearer_token(header)
         grant = self._grants.get(digest(token)) if token else None
+        if grant is None and self._passwords.users:
+            credentials = read_credentials(header[:CREDENTIALS_MAX])
+            if credentials is not None:
+                grant = self._of_password(self._passwords.remembered(credentials))
+                if grant is None:
+                    raise PasswordUnverified(credentials)
         if grant is None or not grant.is_valid:
-            raise self._rejection("the token is unknown" if grant is None else _EXPIRED)
+            raise self._rejection("the token is unknown" if grant is None else _EXPIRED, origin)
         return grant
+
+    def _of_password(self, encoded: str | None) -> Grant | None:
+        """The valid grant of a password's hash."""
+        grant = None if encoded is None else self._grants.get(encoded)
+        return grant if grant is not None and grant.is_valid else None
+
+    def _of_certificate(self, origin: Origin) -> Grant | None:
+        """The grant of a certificate; None if no name has one."""
+        found: list[Grant] = []
+        for name in origin.certificate:
+            grant = self._grants.get(name)
+            if grant is not None and grant.is_valid and grant not in found:
+                found.append(grant)
+        if len(found) > 1:
+            shown = ", ".join(f"`{grant.name}`" for grant in found[:4])
+            text = f"the client certificate has names of several grants: {shown}"
+            raise self._rejection(text, origin)
+        return found[0] if found else None
 
     def start(self) -> None:
         """Watch the token file."""
@@ -225,6 +316,7 @@ class Authenticator:
     def stop(self) -> None:
         """Stop watching."""
         self._watcher.stop()
+        self._passwords.stop()
         if self._reading is not None:
             self._reading.cancel()
 
@@ -234,8 +326,9 @@ class Authenticator:
             return {}
         return {"tokens": self.tokens, "refused": dict(self.refused)}
 
-    def _rejection(self, message: str) -> Unauthenticated:
+    def _rejection(self, message: str, origin: Origin) -> Unauthenticated:
         self.refused[Unauthenticated.code] += 1
+        self._audit.on_unauthenticated(origin)
         return Unauthenticated(message)
 
     def _on_poll(self, has_changed: bool) -> None:
@@ -243,24 +336,30 @@ class Authenticator:
             if self._reading is not None:
                 self._reading.cancel()
             self._reading = asyncio.get_running_loop().create_task(self._read())
+        self._audit.poll()
         if self._expire():
             self._on_change()
 
     async def _read(self) -> None:
         assert self.reloads is not None
         try:
-            tokens = await asyncio.to_thread(read_tokens, self._path)
+            file = await asyncio.to_thread(read_tokens, self._path)
         except ConfigError as error:
             self.reloads.record(is_valid=False)
-            log.error("access.tokens: %s; the previous tokens stay in force", error.message)
+            self._audit.record("reload tokens", self._path.name, error.code)
+            log.tokens_rejected(reason=error.message)
         else:
             self.reloads.record(is_valid=True)
-            self._set(tokens)
-            log.info("%s was reloaded: %d tokens", self._path.name, self.tokens)
+            self._set(file)
+            self._audit.record("reload tokens", self._path.name, tokens=self.tokens)
+            log.tokens_reloaded(file=self._path.name, tokens=self.tokens)
             self._on_change()
 
-    def _set(self, tokens: Iterable[Token]) -> None:
-        found = {token.sha256: token for token in tokens}
+    def _set(self, file: TokenFile) -> None:
+        found = {credential(token): token for token in file.tokens}
+        limits = {token.name: token.limits for token in file.tokens}
+        limits[ANONYMOUS] = file.anonymous
+        self.quotas.configure({name: each for name, each in limits.items() if each != NO_LIMITS})
         for key, grant in self._grants.items():
             grant.is_valid = key in found
         for key, token in found.items():
@@ -273,6 +372,7 @@ class Authenticator:
             )
             self._grants.setdefault(key, grant).copy_from(grant)
         self._grants = {key: grant for key, grant in self._grants.items() if grant.is_valid}
+        self._passwords.set_users({t.name: t.password for t in found.values() if t.password})
         self._expiries = {key: t.expires.timestamp() for key, t in found.items() if t.expires}
         self._expire()
 
@@ -288,11 +388,21 @@ class Authenticator:
 
 def bearer_token(header: str) -> str:
     """Return the token of an authorization header: Bearer, or the password of Basic; else empty."""
-    scheme, _, credentials = header[:CREDENTIALS_MAX].partition(" ")
-    if scheme.lower() == "basic":
-        try:
-            decoded = base64.b64decode(credentials.strip(), validate=True).decode()
-        except ValueError:
-            return ""
-        return decoded.partition(":")[2]
-    return credentials.strip() if scheme.lower() == "bearer" else ""
+    header = header[:CREDENTIALS_MAX]
+    credentials = read_credentials(header)
+    if credentials is not None:
+        return credentials.password
+    scheme, _, token = header.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def handshake_header(header: str) -> str:
+    """Return the header with which a Flight client calls after a handshake; empty for none.
+
+    It is the token that was the password of Basic, or stands for the user name and password.
+    """
+    credentials = read_credentials(header[:CREDENTIALS_MAX])
+    if credentials is not None and not credentials.password.startswith(PREFIX):
+        return f"Bearer {session_token(credentials)}"
+    token = bearer_token(header)
+    return f"Bearer {token}" if token else ""

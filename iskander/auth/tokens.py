@@ -17,8 +17,10 @@ from pathlib import Path
 
 import msgspec
 
+from iskander.auth.origin import normalized
+from iskander.auth.passwords import hash_error, hash_password
 from iskander.clock import pause_s
-from iskander.config.auth import Token, TokenFile
+from iskander.config.auth import GrantLimits, Token, TokenFile
 from iskander.errors import ConfigError
 
 FILE_BYTES_MAX = 4 << 20
@@ -34,7 +36,12 @@ def digest(token: str) -> str:
     return sha256(token.encode()).hexdigest()
 
 
-def read_tokens(path: Path) -> tuple[Token, ...]:
+def credential(token: Token) -> str:
+    """Return what authenticates the callers of a table: a hash, or a name in a certificate."""
+    return token.sha256 or token.password or normalized(token.certificate)
+
+
+def read_tokens(path: Path) -> TokenFile:
     """Read a token file; raise ConfigError if it is invalid."""
     return _parse(path, _read(path))
 
@@ -46,14 +53,19 @@ def add_token(
     *,
     manage: bool = False,
     sources: tuple[str, ...] = (),
+    password: str | None = None,
 ) -> str:
     """Create a token, add it to a file, and return it; create the file if it is missing.
 
-    The file is replaced atomically and keeps its owner and mode. Concurrent calls are serialized.
+    With a password there is no token: the file gets its hash, and the result is empty. The file is
+    replaced atomically and keeps its owner and mode. Concurrent calls are serialized.
     """
     path = path.resolve()
     token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
-    fields = {"name": name, "sha256": digest(token), "models": list(models), "manage": manage}
+    known: dict[str, object] = {"sha256": digest(token)}
+    if password is not None:
+        token, known = "", {"password": hash_password(password)}
+    fields = {"name": name, **known, "models": list(models), "manage": manage}
     if sources:
         fields["sources"] = list(sources)
     try:
@@ -113,12 +125,26 @@ def _read(path: Path) -> bytes:
     return raw
 
 
-def _parse(path: Path, raw: bytes) -> tuple[Token, ...]:
+def _parse(path: Path, raw: bytes) -> TokenFile:
     try:
-        tokens = msgspec.toml.decode(raw, type=TokenFile).tokens
+        file = msgspec.toml.decode(raw, type=TokenFile)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path.name}: {error}") from None
-    for key, count in Counter(token.sha256 for token in tokens).items():
+    for token in file.tokens:
+        if sum(map(bool, (token.sha256, token.certificate, token.password))) != 1:
+            kinds = "sha256, certificate and password"
+            raise ConfigError(f"{path.name}: `{token.name}` needs one of {kinds}")
+        if token.password and (problem := hash_error(token.password)):
+            raise ConfigError(f"{path.name}: password of `{token.name}`: {problem}")
+    users = Counter(token.name for token in file.tokens if token.password)
+    if repeated := next((name for name, count in users.items() if count > 1), ""):
+        raise ConfigError(f"{path.name}: `{repeated}` has several passwords")
+    for key, count in Counter(map(credential, file.tokens)).items():
         if count > 1:
-            raise ConfigError(f"{path.name}: sha256 {key[:12]}... is listed {count} times")
-    return tokens
+            shown = key if ":" in key else f"the hash {key[:12]}..."
+            raise ConfigError(f"{path.name}: {shown} is listed {count} times")
+    limits: dict[str, GrantLimits] = {}
+    for token in file.tokens:
+        if limits.setdefault(token.name, token.limits) != token.limits:
+            raise ConfigError(f"{path.name}: the tables of `{token.name}` have different limits")
+    return file

@@ -8,8 +8,7 @@ Runs on: the operator's tool.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,18 +20,23 @@ from iskander.config.schema import ArenaConfig, Config
 from iskander.contract.inputs import columns_of, entries_of
 from iskander.contract.tensors import require_output_space
 from iskander.control.messages import Loaded, ModelSpec
-from iskander.errors import IskanderError
+from iskander.errors import ConfigError, IskanderError
 from iskander.gateway.secrets import require_secrets
 from iskander.memory import backing
 from iskander.memory.arena import usable_bytes
 from iskander.repository import version_policy
 from iskander.repository.model_reader import ModelReader
+from iskander.repository.models import configured_shares
 from iskander.repository.scan import list_models
 from iskander.repository.specs import loading_spec, model_spec
 from iskander.scheduling.policies import make_policy
+from iskander.shadow.contract import match_outputs
+from iskander.supervision.gpus.budgets import spec_for
+from iskander.supervision.gpus.device import format_gib
+from iskander.supervision.machine import plan_machine
 from iskander.supervision.model_check import check_model
-from iskander.supervision.placement import PlacementPlan, plan
-from iskander.supervision.topology import read_topology, render_cpu_list
+from iskander.supervision.placement import PlacementPlan
+from iskander.supervision.topology import render_cpu_list
 from iskander.transport.addresses import admin_address, require_addresses
 
 
@@ -58,7 +62,7 @@ def check(config: Config) -> CheckResult:
     Raises:
         IskanderError: The startup would fail.
     """
-    placed = plan(config, read_topology(os.sched_getaffinity(0)))
+    placed = plan_machine(config)
     require_addresses(config)
     require_secrets(config)
     for model in config.models:
@@ -74,6 +78,8 @@ def check(config: Config) -> CheckResult:
         except IskanderError as error:
             raise type(error)(f"model `{title}`: {error.message}") from None
         checked.append(CheckedModel(spec.name, title, loaded))
+    shadows = [f"{name}/{version}" for name, version in configured_shares(config)]
+    checked = _compared(checked, shadows)
     if config.repository.path:
         checked += _repository_models(placed, config)
     return CheckResult(checked, placed)
@@ -151,15 +157,38 @@ def _versions(
     if problem := version_policy.targets_error(routing, versions):
         yield CheckedModel(name, name, None, problem)
     stamps = {version: listed[version] for version in versions}
+    checked = []
     for version, found in reader.of_folder(name, own, stamps).items():
         title = f"{name}/{version}"
         try:
             if isinstance(found, IskanderError):
                 raise found
             loaded = _load(found.spec, found.settings.python, placed, config)
-            yield CheckedModel(name, title, loaded)
+            checked.append(CheckedModel(name, title, loaded))
         except IskanderError as error:
-            yield CheckedModel(name, title, None, error.message)
+            checked.append(CheckedModel(name, title, None, error.message))
+    yield from _compared(checked, [f"{name}/{version}" for version in routing.shadow_shares()])
+
+
+def _compared(models: list[CheckedModel], shadows: Collection[str]) -> list[CheckedModel]:
+    """Add an error to each shadow version that cannot be compared with a served one."""
+    served = [model for model in models if model.title not in shadows]
+    return [
+        model
+        if model.title not in shadows
+        else next(filter(None, (_incomparable(model, other) for other in served)), model)
+        for model in models
+    ]
+
+
+def _incomparable(candidate: CheckedModel, served: CheckedModel) -> CheckedModel | None:
+    """Return a candidate with an error if its results cannot be compared; None if they can."""
+    if served.name != candidate.name or served.loaded is None or candidate.loaded is None:
+        return None
+    matches = match_outputs(served.loaded.contract, candidate.loaded.contract)
+    if not isinstance(matches, str):
+        return None
+    return candidate._replace(error=f"not comparable with {served.title}: {matches}")
 
 
 def _load(spec: ModelSpec, python: str, placed: PlacementPlan, config: Config) -> Loaded:
@@ -168,13 +197,19 @@ def _load(spec: ModelSpec, python: str, placed: PlacementPlan, config: Config) -
     Raises:
         IskanderError: It does not load, or its results do not fit in the output arena.
     """
-    cores = min(slot.cores for slot in placed.slots if slot.pool == spec.pool)
-    if spec.pool:
-        loaded = check_model(spec, python, cores, config.workers.start_s)
+    slots = [s for s in placed.slots if s.pool == spec.pool and s.device in spec.devices]
+    if not slots:
+        raise ConfigError("it needs a GPU, and workers.groups lists none")
+    # A worker with a GPU has the execution providers that the model prefers.
+    slot = min(slots, key=lambda each: (each.gpu is None, each.cores))
+    spec = spec_for(spec, slot.device)
+    if spec.pool or slot.gpu is not None:
+        wait_s = config.workers.start_s
+        loaded = check_model(spec, python, slot.cores, wait_s, slot.environment)
     else:
         from iskander_worker.sandbox.check import check_load
 
-        loaded = check_load(spec, cores)
+        loaded = check_load(spec, slot.cores)
     require_output_space(loaded.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
     return loaded
 
@@ -195,7 +230,8 @@ def _rows(model: CheckedModel) -> Iterator[tuple[str, str, str, str]]:
 
 def render_plan(placed: PlacementPlan) -> list[str]:
     """The cpus of each process, and the notes of the plan."""
-    rows = [("gateway", "-", render_cpu_list(placed.gateway) or "any", "-", "-", "-")]
+    gateway = ("gateway", "-", render_cpu_list(placed.gateway) or "any", "-", "-", "-", "-")
+    rows = [gateway]
     rows += [
         (
             f"worker {slot.index}" + (f" of {slot.pool}" if slot.pool else ""),
@@ -204,11 +240,36 @@ def render_plan(placed: PlacementPlan) -> list[str]:
             str(slot.cores),
             "-" if slot.node is None else str(slot.node),
             render_cpu_list(slot.domains) or "-",
+            slot.gpu.number if slot.gpu is not None else "-",
         )
         for slot in placed.slots
     ]
-    table = render_table(("process", "group", "cpus", "cores", "node", "L3"), rows)
+    head = ("process", "group", "cpus", "cores", "node", "L3", "GPU")
+    has_gpus = any(slot.gpu is not None for slot in placed.slots)
+    table = (
+        render_table(head, rows) if has_gpus else render_table(head[:-1], [r[:-1] for r in rows])
+    )
+    table += render_gpus(placed) if has_gpus else []
     return [*table, *(f"note: {note}" for note in placed.notes)]
+
+
+def render_gpus(placed: PlacementPlan) -> list[str]:
+    """The devices of the plan, with their memory for models."""
+    devices = {slot.gpu: slot.gpu_budget_bytes for slot in placed.slots if slot.gpu is not None}
+    rows = [
+        (
+            gpu.number,
+            gpu.uuid,
+            gpu.pci,
+            "-" if gpu.node is None else str(gpu.node),
+            " ".join(filter(None, (gpu.name, gpu.profile))) or "-",
+            format_gib(gpu.memory_bytes) if gpu.memory_bytes else "unknown",
+            format_gib(budget) if budget else "unknown",
+        )
+        for gpu, budget in devices.items()
+    ]
+    head = ("GPU", "UUID", "PCI address", "node", "kind", "memory", "for models")
+    return ["", *render_table(head, rows)]
 
 
 def _arena_bytes(arena: ArenaConfig, workers: int, processes: int) -> list[int]:

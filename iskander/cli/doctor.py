@@ -46,17 +46,20 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from iskander.doctor.facts import read_facts
     from iskander.doctor.probes import probe
     from iskander.repository.specs import loading_spec
+    from iskander.supervision.gpus.placement import wants_gpus
+    from iskander.supervision.gpus.query import Devices, read_devices
 
     process = "self" if arguments.pid is None else str(arguments.pid)
     if not Path(f"/proc/{process}").is_dir():
         raise UsageError(f"--pid {process}: no such process")
     facts = read_facts(process=process)
     topology = facts.cpus.topology
-    demand = (
-        default_demand(topology)
-        if arguments.file is None
-        else demand_of(command.read_config(arguments).config, topology)
-    )
+    if arguments.file is None:
+        demand = default_demand(topology)
+    else:
+        config = command.read_config(arguments).config
+        devices = read_devices() if wants_gpus(config) else Devices()
+        demand = demand_of(config, topology, devices.gpus)
     environment = dict(facts.environment)
     runtime = runtime_path(demand.config, environment, facts.uid)
     cache = loading_spec(demand.config, environment).cache

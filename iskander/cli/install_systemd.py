@@ -96,13 +96,12 @@ def _installation(file: Path, user: str) -> Installation:
     from iskander.cli.check import render_plan
     from iskander.cli.systemd_units import Installation
     from iskander.config.loader import load_config
-    from iskander.supervision.placement import plan
-    from iskander.supervision.topology import read_topology
+    from iskander.supervision.machine import plan_machine
 
     loaded = load_config(file)
     for warning in loaded.warnings:
         sys.stderr.write(f"iskander: {warning}\n")
-    placed = plan(loaded.config, read_topology(os.sched_getaffinity(0)))
+    placed = plan_machine(loaded.config)
     return Installation(
         config=loaded.config,
         placed=placed,

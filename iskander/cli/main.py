@@ -20,7 +20,10 @@ from iskander.cli import (
     completion,
     config_commands,
     doctor,
+    drift_commands,
+    events,
     install_systemd,
+    log_commands,
     model_commands,
     server_commands,
     top,
@@ -64,6 +67,9 @@ def build_parser() -> Parser:
     doctor.add_commands(commands)
     server_commands.add_commands(commands)
     top.add_commands(commands)
+    drift_commands.add_commands(commands)
+    events.add_commands(commands)
+    log_commands.add_commands(commands)
     bench.add_commands(commands)
     _add_score(commands)
     install_systemd.add_commands(commands)

@@ -63,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add("--engine", default="here", metavar="NAME", help="here, or ray: tasks and servers of Ray")
     add("--ray-address", default="auto", metavar="ADDRESS", help="auto, local or HOST:PORT")
+    add(
+        "--allow-unprotected-network",
+        action="store_true",
+        help="servers of Ray's nodes listen without TLS or tokens",
+    )
 
     group = parser.add_argument_group("rows and columns")
     add = group.add_argument
@@ -266,7 +271,12 @@ def _ray_servers(
         if arguments.server:
             servers = fixed_servers(_names(arguments.server))
         else:
-            fleet = Fleet(model, config=arguments.config, token=options["token"])
+            fleet = Fleet(
+                model,
+                config=arguments.config,
+                token=options["token"],
+                allow_unprotected_network=arguments.allow_unprotected_network,
+            )
             servers = stack.enter_context(fleet).servers()
         client = stack.enter_context(Client(servers.addresses(), **options))
         yield _Server(

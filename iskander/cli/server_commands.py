@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import getpass
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from iskander.cli import command
+from iskander.cli import command, compare
 from iskander.cli.command import print_lines
 from iskander.cli.tables import render_stats
 from iskander.clock import NS_PER_S, now_ns, pause_s
-from iskander.errors import ConnectionFailed, IskanderError
+from iskander.errors import ConfigError, ConnectionFailed, IskanderError
 from iskander.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -23,9 +25,10 @@ CHECK_S, PAUSE_S = 2.0, 0.1
 def add_commands(commands: Commands) -> None:
     """Add the commands."""
     sentence = "list the models of a server, and load errors"
-    command.add_command(
+    models = command.add_command(
         commands, "models", _models, sentence, command.add_address, command.add_json
     )
+    compare.add_command(models.add_subparsers(metavar="COMMAND"))
 
     sentence = "load a model of the repository, or its changed files"
     load = command.add_command(
@@ -62,6 +65,8 @@ def add_commands(commands: Commands) -> None:
     sentence = "models that the token may use, such as `demo-*`; repeatable (default: all)"
     token.add_argument("--model", action="append", metavar="PATTERN", help=sentence)
     token.add_argument("--manage", action="store_true", help="also allow load and unload")
+    sentence = "add a password, read from the terminal or from standard input, in place of a token"
+    token.add_argument("--password", action="store_true", help=sentence)
     sentence = "sources that the token may read, if it may use their models; repeatable"
     token.add_argument("--source", action="append", metavar="PATTERN", help=sentence)
 
@@ -169,11 +174,33 @@ def _token(arguments: argparse.Namespace) -> int:
     from iskander.auth.tokens import add_token
 
     models, sources = tuple(arguments.model or "*"), tuple(arguments.source or ())
+    password = _read_password() if arguments.password else None
     added = add_token(
-        arguments.file, arguments.name, models, manage=arguments.manage, sources=sources
+        arguments.file,
+        arguments.name,
+        models,
+        manage=arguments.manage,
+        sources=sources,
+        password=password,
     )
-    if arguments.json:
+    if password is not None:
+        shown = {"name": arguments.name, "models": models}
+        if arguments.json:
+            command.print_json(shown)
+        else:
+            print_lines(f"added the password of {arguments.name}")
+    elif arguments.json:
         command.print_json({"name": arguments.name, "token": added, "models": models})
     else:
         print_lines(added)
     return ExitCode.DONE
+
+
+def _read_password() -> str:
+    """Read a password from the terminal, or a line of the standard input."""
+    if not sys.stdin.isatty():
+        return sys.stdin.readline().rstrip("\n")
+    password = getpass.getpass("Password: ")
+    if getpass.getpass("Repeat the password: ") != password:
+        raise ConfigError("the passwords differ")
+    return password

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from iskander.config.models import SHARED_BACKENDS
 from iskander.config.schema import Config
+from iskander.logs.stderr import FORMAT_VARIABLE, TEXT
+from iskander.supervision.gpus.device import Gpu
 from iskander.supervision.placement import PlacementPlan
 from iskander.supervision.worker import SlotPlan, worker_command
 from iskander.transport.addresses import unix_path
@@ -34,7 +36,10 @@ USER = "iskander"
 STOP_SLACK_S = 30
 """Added to the drain of all requests for the exit of the processes."""
 START_S = 900
-GPU_PROVIDERS = frozenset(("cuda", "tensorrt"))
+ANY_CARD = ("char-nvidia rw", "char-nvidia-frontend rw", "char-nvidia-caps r")
+"""Devices in the template of GPUs that are replaced by those of the plan."""
+OF_CUDA = ("MemoryDenyWriteExecute=no", "DeviceAllow=char-nvidia-uvm rw")
+"""Lines of the template that a process which only reads NVML does not need."""
 HOMES = tuple(map(Path, ("/home", "/root", "/run/user")))
 PRIVATE = tuple(map(Path, ("/tmp", "/var/tmp")))
 
@@ -100,8 +105,14 @@ def render_files(to: Installation, templates: Mapping[str, str]) -> dict[str, st
     for slot in to.slots:
         name = f"{worker_name(slot.index)}.service"
         files[_drop_in(name)] = "\n".join(_worker_lines(slot, to)) + "\n"
-    if any(GPU_PROVIDERS & set(model.execution_providers) for model in to.config.models):
-        files[_drop_in(services[-1], "gpu.conf")] = templates[GPU]
+    devices = list(dict.fromkeys(slot.gpu for slot in to.placed.slots if slot.gpu is not None))
+    for slot in to.slots:
+        if slot.gpu is not None:
+            name = f"{worker_name(slot.index)}.service"
+            files[_drop_in(name, "gpu.conf")] = _gpu_drop_in(templates[GPU], [slot.gpu])
+    if devices:
+        text = _gpu_drop_in(templates[GPU], devices, reads_only=bool(to.slots))
+        files[_drop_in(GATEWAY, "gpu.conf")] = text
     return files
 
 
@@ -109,6 +120,22 @@ def notes(to: Installation) -> list[str]:
     """Return what prevents the services from a start, as far as paths show it."""
     hidden = [path for path in _paths(to) if _is_below(path, PRIVATE)]
     return [f"{path}: the services have their own /tmp and cannot read it" for path in hidden]
+
+
+def _gpu_drop_in(template: str, gpus: Sequence[Gpu], *, reads_only: bool = False) -> str:
+    """Return the drop-in with access to some devices; `reads_only`: by NVML."""
+    lines = [line for line in template.splitlines() if not line.startswith("#")]
+    if reads_only:
+        lines = [line for line in lines if line not in OF_CUDA]
+    if all(gpu.minor is not None for gpu in gpus):
+        nodes = [f"/dev/nvidia{gpu.minor} rw" for gpu in gpus]
+        nodes += [f"/dev/nvidia-caps/nvidia-cap{number} r" for gpu in gpus for number in gpu.caps]
+        lines = [line for line in lines if line.removeprefix("DeviceAllow=") not in ANY_CARD]
+        at = lines.index("PrivateDevices=no") + 1
+        allowed = dict.fromkeys(["/dev/nvidiactl rw", *nodes])
+        lines[at:at] = [f"DeviceAllow={node}" for node in allowed]
+    titles = ", ".join(gpu.description for gpu in gpus)
+    return "\n".join([f"# Access to {titles}.", *lines]) + "\n"
 
 
 def _with_paths(template: str, to: Installation) -> str:
@@ -141,9 +168,12 @@ def _gateway_lines(to: Installation) -> Iterator[str]:
 
 def _worker_lines(slot: SlotPlan, to: Installation) -> Iterator[str]:
     yield f"# {next(line for line in to.plan_lines if line.startswith(f'worker {slot.index} '))}"
-    yield "# (process, group, cpus, cores, NUMA node, L3). The gateway sends them to the process."
+    yield "# (process, group, cpus, cores, NUMA node, L3, GPU). The gateway sends the cpus."
     yield ""
     yield "[Service]"
+    yield from (f"Environment={name}={value}" for name, value in slot.environment.items())
+    if to.config.admin.log_format != TEXT:
+        yield f"Environment={FORMAT_VARIABLE}={to.config.admin.log_format}"
     if slot.group != slot.index or slot.pool or slot.python:
         words: list[str | PurePath] = [to.commands / "iskander-worker"]
         if slot.python:
@@ -183,8 +213,11 @@ def _sockets(config: Config) -> list[Path]:
     found = [unix_path(address) for address in config.addresses]
     if config.shared_memory.path:
         found.append(Path(config.shared_memory.path))
-    if config.inferential.address.startswith("ipc://"):
-        found.append(Path(config.inferential.address.removeprefix("ipc://")))
+    found += [
+        Path(address.removeprefix("ipc://"))
+        for address in (config.inferential.address, config.events.address)
+        if address.startswith("ipc://")
+    ]
     return [path for path in found if path is not None]
 
 

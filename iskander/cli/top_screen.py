@@ -90,10 +90,13 @@ COLUMNS: dict[View, tuple[Column, ...]] = {
         Column("run", "in_flight", 3, "u"),
         Column("MiB", "resident_bytes", 7, "m"),
         Column("starts", "starts", 6, "s"),
+        Column("GPU", "gpu", 4),
+        Column("GPU %", "gpu_percent", 5, "g"),
+        Column("GPU MiB", "gpu_bytes", 7, "v"),
         Column("last event", "last", 0),
     ),
 }
-_PROBLEMS = ("not ready", "quarantined", "crash loop", "hung", "absent")
+_PROBLEMS = ("not ready", "quarantined", "crash loop", "hung", "absent", "out of service")
 _LEFT = ("name", "state", "cpus", "last")
 _FIRST_SORT: dict[View, str] = {"models": "requests_per_s", "workers": "name"}
 HELP = (
@@ -260,7 +263,7 @@ def render_cell(field: str, value: object) -> str:
     """Format a value of a row; `-` is unknown."""
     if value is None:
         return "-"
-    if field == "resident_bytes" and isinstance(value, int):
+    if field in ("resident_bytes", "gpu_bytes") and isinstance(value, int):
         return format_number(value / MIB)
     if field == "cpus" and isinstance(value, tuple):
         return ",".join(map(str, value))

@@ -37,7 +37,10 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker slot; `last` is the latest event of its history, and the state after it."""
+    """A worker slot; `last` is the latest event of its history, and the state after it.
+
+    `gpu`, `gpu_percent` and `gpu_bytes`: number, load and used memory of its GPU; None without one.
+    """
 
     name: str
     state: str
@@ -47,6 +50,9 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     resident_bytes: int
     starts: int
+    gpu: str | None = None
+    gpu_percent: float | None = None
+    gpu_bytes: int | None = None
     last: str
 
 
@@ -80,6 +86,7 @@ def compare(before: Stats | None, after: Stats) -> Snapshot:
     elapsed_s = None if before is None else after["uptime_s"] - before["uptime_s"]
     lanes: Stats = {} if before is None else before["lanes"]
     batches = {} if before is None else {each["index"]: each for each in before["workers"]}
+    gpus = {each["gpu"]: each for each in after.get("gpus", ())}
     arena = after["input_arena"]
     return Snapshot(
         version=after["version"],
@@ -98,7 +105,10 @@ def compare(before: Stats | None, after: Stats) -> Snapshot:
             for title, lane in after["lanes"].items()
         ],
         workers=[
-            _worker(batches.get(worker["index"]), worker, elapsed_s) for worker in after["workers"]
+            _worker(
+                batches.get(worker["index"]), worker, gpus.get(worker.get("gpu"), {}), elapsed_s
+            )
+            for worker in after["workers"]
         ],
     )
 
@@ -145,7 +155,8 @@ def _state(lane: Stats) -> str:
     return f"{state}, isolated" if lane["isolated"] else state
 
 
-def _worker(before: Stats | None, after: Stats, elapsed_s: float | None) -> WorkerRow:
+def _worker(before: Stats | None, after: Stats, gpu: Stats, elapsed_s: float | None) -> WorkerRow:
+    load = gpu.get("utilization")
     change = after["batches"] - before["batches"] if before is not None else 0
     return WorkerRow(
         name=str(after["index"]),
@@ -156,6 +167,9 @@ def _worker(before: Stats | None, after: Stats, elapsed_s: float | None) -> Work
         in_flight=after["in_flight"],
         resident_bytes=after["resident_bytes"],
         starts=after["starts"],
+        gpu=after.get("gpu"),
+        gpu_percent=None if load is None else round(100 * load, 1),
+        gpu_bytes=gpu.get("memory_used_bytes"),
         last=after["history"][-1].partition(": ")[2] if after["history"] else "",
     )
 

@@ -9,6 +9,7 @@ Runs on: the caller's threads. Source: gRFC A6 (the retry budget is its `retryTh
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import threading
 from collections.abc import Callable
@@ -40,6 +41,9 @@ _DOUBLINGS_MAX = 64
 """Keeps the power finite for any number of attempts."""
 _SCHEDULED = (DeadlineUnreachable, DroppedFromQueue)
 """Decisions about one batch by its terms: the same batch, sent later, is later still."""
+
+# A program without logging would print the name of the event of each retry.
+logging.getLogger("stamina").addHandler(logging.NullHandler())
 
 
 def is_retryable(error: BaseException) -> bool:

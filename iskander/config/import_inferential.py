@@ -83,6 +83,11 @@ DROPPED = {
 }
 UNNAMED = "a name has at most 128 letters, digits and _ . : -; clients have to use another name"
 UNREACHABLE = "inferential.address has to be set, to tcp://HOST:PORT or ipc://PATH"
+UNPROTECTED = (
+    "# The clients send no tokens and do not use TLS. An address other than loopback needs:",
+    "# [access]",
+    '# allow_unprotected_network = ["inferential.address"]',
+)
 TABLES = {path.rpartition(".")[0] for path in (*SAME, *DROPPED)} - {""} | {"models.known"}
 
 
@@ -146,6 +151,8 @@ def render_import(imported: Imported) -> str:
     lines = []
     for name, settings in imported.sections.items():
         lines += [f"[{name}]", *(f"{key} = {render_value(v)}" for key, v in settings.items()), ""]
+    if imported.sections["inferential"].get("address", "").startswith("tcp://"):
+        lines += [*UNPROTECTED, ""]
     lines.append("# The path of each model: an ONNX file, or a folder with `model.onnx`.")
     for model in imported.models:
         lines += ["[[models]]", f"name = {render_value(model)}", f'path = "models/{model}"', ""]

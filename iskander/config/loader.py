@@ -14,7 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from iskander.config.drift import require_model_drift
 from iskander.config.models import ModelConfig
+from iskander.config.observation import is_uri, require_log, require_model_log
+from iskander.config.placement import require_placement
 from iskander.config.reference import TABLES, render_value, settings
 from iskander.config.renamed import new_name, rename_keys
 from iskander.config.repository import versions_error
@@ -54,8 +57,10 @@ def load_config(
         raw = tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{file.name} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{file.name} is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{file.name} is nested too deeply") from None
     warnings: list[str] = []
     rename_keys(raw, warnings)
     origins = {path: "file" for path, _ in _leaves(raw)}
@@ -78,9 +83,11 @@ def load_config(
         config,
         models=tuple(_complete(model, folder) for model in config.models),
         repository=_absolute(config.repository, folder, "path"),
-        access=_absolute(config.access, folder, "tokens"),
-        tls=_absolute(config.tls, folder, "certificate", "key", "client_ca"),
+        access=_absolute(config.access, folder, "tokens", "audit_file"),
+        tls=_absolute(config.tls, folder, "certificate", "key", "client_ca", "client_crl"),
         source_reads=_absolute(config.source_reads, folder, "key_file"),
+        prediction_log=_absolute(config.prediction_log, folder, "path", "spool", "key_file"),
+        drift=_absolute(config.drift, folder, "folder"),
         sources=tuple(_complete_source(source, folder) for source in config.sources),
     )
     require_relations(config)
@@ -90,7 +97,11 @@ def load_config(
 def _absolute(section: SectionT, folder: Path, *keys: str) -> SectionT:
     """A section with its paths resolved against the file's folder."""
     found = {key: getattr(section, key) for key in keys}
-    paths = {key: str((folder / path).absolute()) for key, path in found.items() if path}
+    paths = {
+        key: path if is_uri(path) else str((folder / path).absolute())
+        for key, path in found.items()
+        if path
+    }
     return msgspec.structs.replace(section, **paths)
 
 
@@ -123,6 +134,7 @@ def require_relations(config: Config) -> None:
     require_sources(
         config.sources, config.source_reads, config.models, has_repository=has_repository
     )
+    require_log(config.prediction_log)
     has_models = bool(config.models) or has_repository
     require(has_models, "there is nothing to serve: no [[models]], and no repository.path")
     require(
@@ -132,8 +144,15 @@ def require_relations(config: Config) -> None:
     )
     has_effect = bool(access.tokens) or not access.anonymous
     require(has_effect, "access.anonymous has no effect without access.tokens")
+    listeners = ["server.address", "http.address", "inferential.address", "admin.address"]
+    listeners += (f"extensions.protocols.{name}" for name in config.extensions.protocols)
+    for name in access.allow_unprotected_network:
+        rule = f"access.allow_unprotected_network: {name} is no listener; expected one of"
+        require(name in listeners, f"{rule} {', '.join(listeners)}")
     has_effect = bool(config.tls.certificate) or not (config.tls.key or config.tls.client_ca)
     require(has_effect, "tls.key and tls.client_ca have no effect without tls.certificate")
+    has_effect = bool(config.tls.client_ca) or not config.tls.client_crl
+    require(has_effect, "tls.client_crl has no effect without tls.client_ca")
     require(bool(config.addresses), "server.address is an empty list: there is no listener")
     seen = set()
     for index, model in enumerate(config.models):
@@ -141,6 +160,16 @@ def require_relations(config: Config) -> None:
         require_model(model, where, config)
         require(key not in seen, f"{where}: duplicate of `{key[0]}` version {key[1]}")
         seen.add(key)
+    _require_served_versions(config)
+
+
+def _require_served_versions(config: Config) -> None:
+    """Require a version without `shadow_share` for each version with it."""
+    served = {model.name for model in config.models if model.shadow_share is None}
+    for index, model in enumerate(config.models):
+        problem = f"`{model.name}` has no other version, whose requests it would run"
+        is_met = model.shadow_share is None or model.name in served
+        require(is_met, f"models[{index}].shadow_share: {problem}")
 
 
 def require_model(model: ModelConfig, where: str, config: Config) -> None:
@@ -149,12 +178,15 @@ def require_model(model: ModelConfig, where: str, config: Config) -> None:
     Raises:
         ConfigError: Names `where` and the settings that contradict each other.
     """
+    require_model_log(model.prediction_log, config.prediction_log, f"{where}.prediction_log")
+    require_model_drift(model.drift, config.drift, f"{where}.drift")
     providers, rows_max = model.execution_providers, model.max_batch_rows
     is_distinct = len(set(providers)) == len(providers)
     require(is_distinct, f"{where}.execution_providers names a provider twice")
     other = ", ".join(sorted(set(model.provider_options) - set(providers)))
     problem = f"provider_options has `{other}`, which is not in execution_providers"
     require(not other, f"{where}.{problem}")
+    require_placement(model, where)
     has_effect = config.workers.thread_pool != "worker"
     has_effect = has_effect or not (model.intra_threads or model.inter_threads)
     problem = 'intra_threads and inter_threads have no effect with workers.thread_pool = "worker"'
@@ -184,7 +216,7 @@ def _complete(model: ModelConfig, folder: Path) -> ModelConfig:
     path = (folder / model.path).absolute()
     version = model.version
     if version is None:
-        named = path.name if path.is_dir() else path.parent.name
+        named = path.name if os.path.isdir(path) else path.parent.name
         version = named if named.isdecimal() else "1"
     # Not resolved: an interpreter finds its virtual environment from the path of the link.
     python = str((folder / model.python).absolute()) if model.python else ""
@@ -204,7 +236,7 @@ def _override(
         raise ConfigError(f"{origin} {path}: only section.key of a [section] can be set")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     raw[section][key] = value
     origins[path] = origin

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from iskander.config.drift import ModelDriftConfig
+from iskander.config.observation import ModelLogConfig
 from iskander.config.section import (
     MIB,
     Live,
@@ -17,6 +21,7 @@ from iskander.config.section import (
     Section,
     UpTo1024,
 )
+from iskander.config.shadow import Share
 from iskander.contract.tensors import STRING_BYTES
 
 
@@ -27,6 +32,8 @@ class LoadingConfig(Section, frozen=True, kw_only=True):
         sandbox: Load and warm a new model in a sandboxed process first, so that a crash, a hang or
             excessive memory use affects no worker. CPU models only.
         sandbox_s: Timeout of the sandboxed load in seconds; at most 0.8 of workers.start_s.
+        engine_s: Timeout of the build of TensorRT engines in a sandbox, in seconds; at most 0.8 of
+            workers.start_s.
         sandbox_bytes: Private bytes of the sandboxed load; 0: the free memory of the system.
         model_bytes: Bytes of a model's files, and of all its weights.
         share_weights: Optimize each model once and map its prepacked weights into every worker, if
@@ -42,6 +49,7 @@ class LoadingConfig(Section, frozen=True, kw_only=True):
 
     sandbox: bool = True
     sandbox_s: Seconds = 60.0
+    engine_s: Seconds = 900.0
     sandbox_bytes: NotNegative = 0
     model_bytes: Positive = 65_536 * MIB
     share_weights: bool = True
@@ -50,11 +58,20 @@ class LoadingConfig(Section, frozen=True, kw_only=True):
     custom_ops: tuple[str, ...] = ()
     public_key: Annotated[str, Meta(pattern=r"^([A-Za-z0-9+/]{43}=)?\Z")] = ""
 
+    def cache_folder(self, environment: Mapping[str, str] = os.environ) -> str:
+        """Return the folder of the cache; empty if neither it nor a home is set."""
+        home = environment.get("HOME")
+        cache_home = environment.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else "")
+        own = environment.get("CACHE_DIRECTORY", "").partition(":")[0]
+        return self.cache or own or (f"{cache_home}/iskander" if cache_home else "")
+
 
 SHARED_BACKENDS = ("onnx", "pipeline")
 """Backends whose models share workers."""
 REMOTE = "remote"
 """Backend whose models run on another server: their workers wait, and get no cores of their own."""
+GPU_PROVIDERS = frozenset(("cuda", "tensorrt"))
+"""Execution providers that need a GPU."""
 
 
 class LaneConfig(Section, frozen=True, kw_only=True):
@@ -120,7 +137,14 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         trusted_types: Types to trust in a skops file, in addition to those that skops trusts.
         execution_providers: Execution providers in order of preference; all must be available.
         provider_options: Options of each provider, with the names of ONNX Runtime, such as
-            {cuda = {device_id = 1, gpu_mem_limit = 2147483648}}.
+            {cuda = {cudnn_conv_algo_search = "HEURISTIC"}}. A worker of a GPU sees one device,
+            number 0.
+        placement: Workers that load the model: `gpu` for those with a GPU, `cpu` for the others,
+            `any` for both; the latter use the execution providers without a GPU. Empty: `gpu` if
+            `execution_providers` names cuda or tensorrt, else `cpu`.
+        gpu_memory_bytes: Memory of a GPU for the model: weights and workspace. It is the model's
+            `gpu_mem_limit` unless `provider_options` sets a lower one. 0: not declared; such a
+            model does not share a GPU with another one.
         intra_threads: Threads within an operator; 0: one for each physical core of the worker,
             because SMT siblings share its arithmetic units.
         inter_threads: Operators in parallel, with parallel_execution; 0: 1.
@@ -130,7 +154,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         max_batch_rows: Rows of a batch; a request with more rows is split.
         result_string_bytes: Bytes of the longest string in a result. A running batch reserves this
             for each string in the output arena. A longer string fails the batch.
+        shadow_share: Share of the requests of the model's other versions that this version runs
+            too, as a shadow: its results are compared and never returned. Calls without a version
+            never get a shadow version. 0: paused. By default the version is no shadow.
         lane: `[models.lane]` table with settings that override `[lanes]`.
+        prediction_log: `[models.prediction_log]` table: `share` of its requests that are logged (0
+            to 1), columns to `omit`, columns to `hash`.
+        drift: `[models.drift]` table: `share` of its requests that are summarized (0 to 1).
     """
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}\Z")]
@@ -147,6 +177,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     provider_options: dict[Literal["cuda", "tensorrt"], dict[str, str | int | float | bool]] = (
         msgspec.field(default_factory=dict)
     )
+    placement: Literal["", "gpu", "cpu", "any"] = ""
+    gpu_memory_bytes: NotNegative = 0
     intra_threads: UpTo1024 = 0
     inter_threads: UpTo1024 = 0
     optimization_level: Literal["disable", "level1", "level2", "level3"] = "level3"
@@ -154,7 +186,15 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     memory_pattern: bool = True
     max_batch_rows: Positive = 65_536
     result_string_bytes: Annotated[int, Meta(ge=1, le=2**31 - 1)] = STRING_BYTES
+    shadow_share: Live[Share | None] = None
     lane: Live[LaneConfig] = LaneConfig()
+    prediction_log: ModelLogConfig = ModelLogConfig()
+    drift: ModelDriftConfig = ModelDriftConfig()
+
+    @property
+    def observed_share(self) -> float:
+        """Share of its requests that the observer process receives."""
+        return max(self.prediction_log.share, self.drift.share)
 
     @property
     def own_workers(self) -> int:
@@ -165,3 +205,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     def pool(self) -> str:
         """Name of its pool of workers; empty for the shared pool."""
         return f"{self.name}/{self.version}" if self.own_workers else ""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Kinds of workers that load the model: `cpu`, `gpu` or both."""
+        wanted = "gpu" if GPU_PROVIDERS.intersection(self.execution_providers) else "cpu"
+        wanted = self.placement or wanted
+        return ("cpu", "gpu") if wanted == "any" else (wanted,)

@@ -10,6 +10,7 @@ from msgspec import Meta, field
 
 from iskander.config.models import ModelConfig
 from iskander.config.section import Section
+from iskander.config.shadow import Share
 from iskander.decoders import thread_safe
 
 ALIAS = r"^(?![0-9]+\Z)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\Z"
@@ -69,6 +70,8 @@ class ModelFile(ModelConfig, frozen=True, kw_only=True):
         default: Version or alias of calls without one; by default the highest version.
         aliases: Versions by alias.
         split: Weights by version or alias, for calls without either.
+        shadows: Shadow versions by version or alias, each with its share as in
+            `models.shadow_share`.
     """
 
     name: str = ""
@@ -81,3 +84,4 @@ class ModelFile(ModelConfig, frozen=True, kw_only=True):
     split: Annotated[
         dict[str, Annotated[float, Meta(ge=0, le=1_000_000)]], Meta(max_length=ALIASES_MAX)
     ] = field(default_factory=dict)
+    shadows: Annotated[dict[str, Share], Meta(max_length=ALIASES_MAX)] = field(default_factory=dict)

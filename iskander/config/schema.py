@@ -13,7 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from iskander.config.auth import AccessConfig, TlsConfig
+from iskander.config.drift import DriftConfig
+from iskander.config.events import EventsConfig
 from iskander.config.models import LaneConfig, LoadingConfig, ModelConfig
+from iskander.config.observation import ObservationConfig, PredictionLogConfig
 from iskander.config.repository import RepositoryConfig
 from iskander.config.section import (
     MIB,
@@ -27,6 +30,7 @@ from iskander.config.section import (
     ShortSeconds,
     UpTo1024,
 )
+from iskander.config.shadow import ShadowConfig
 from iskander.config.sources import SourceConfig, SourceReadsConfig
 from iskander.config.tracing import TracingConfig
 from iskander.decoders import thread_safe
@@ -143,15 +147,21 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
 
     Attributes:
         groups: Core groups: `auto` for one per NUMA node, `l3` for one per set of cores with a
-            common L3 cache (a node of chiplets has several), or a list of cpu lists such as
-            ["0-3", "4-7"].
-        count: Number of workers; 0: one per group.
+            common L3 cache (a node of chiplets has several), both with a group for each GPU if a
+            model wants one, or a list such as ["0-3", "4-7", "gpu:0"]. An entry is a cpu list,
+            `auto` or `l3` for all cores that are not listed, or a GPU with the cores near it:
+            `gpu:` and its number, UUID or PCI address, `gpu:0:1` for a MIG slice, `gpu:auto` for
+            all.
+        count: Number of workers without a GPU; 0: one per core group. A GPU has one.
+        gpu_reserve_bytes: Memory of a GPU that each worker on it needs beside the budgets of the
+            models: the context of CUDA and its libraries.
         thread_pool: Compute threads of ONNX models: a pool per model, or one pool per worker with a
             thread for each physical core, which suits many models in one worker. Pool threads
             busy-wait for a while after each batch.
         channel: Channel for work and completions between gateway and worker: a unix socket, or
             ZeroMQ PUSH and PULL over ipc, which needs more CPU time for each batch.
-        spawn: Start the workers. Set false if a service manager starts them.
+        spawn: Start the workers. Set false if a service manager starts and stops them: they keep
+            their models while the gateway restarts.
         busy_poll_us: Microseconds to poll for messages after a batch before a worker sleeps.
         start_s: Seconds for a worker to attach and load its models.
         hang_s: Seconds without a heartbeat during a batch before a worker is replaced. For a model
@@ -169,12 +179,13 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
         model_deaths_s: Seconds over which `model_deaths` are counted.
         quarantine_s: Seconds for which the requests of a model are rejected; doubled, up to an
             hour, each time the model ends a worker again soon after.
-        reattach_s: Seconds for which workers wait for a new gateway after their gateway died; 0:
-            no limit.
+        reattach_s: Seconds for which workers wait for a new gateway after theirs died, or after any
+            end of it without `spawn`; 0: no limit.
     """
 
     groups: Literal["auto", "l3"] | tuple[str, ...] = "auto"
     count: UpTo1024 = 0
+    gpu_reserve_bytes: NotNegative = 1024 * MIB
     thread_pool: Literal["model", "worker"] = "model"
     channel: Literal["seqpacket", "zmq"] = "seqpacket"
     spawn: bool = True
@@ -237,7 +248,8 @@ class AdminConfig(Section, frozen=True, kw_only=True):
             empty.
         page: Serve a page with the state of the server at `/`, and its data at `/status.json`.
         log_level: Lowest level to log.
-        log_format: Format of log lines on stderr.
+        log_format: Format of log lines on stderr, also of the workers; JSON has a line for each
+            event, with its fields.
         triton_metrics: Add metrics of each model with the names of Triton (`nv_inference_*`).
     """
 
@@ -308,6 +320,11 @@ class Config(Section, frozen=True, kw_only=True):
     shared_memory: SharedMemoryConfig = SharedMemoryConfig()
     admin: AdminConfig = AdminConfig()
     tracing: TracingConfig = TracingConfig()
+    events: EventsConfig = EventsConfig()
+    observation: ObservationConfig = ObservationConfig()
+    prediction_log: PredictionLogConfig = PredictionLogConfig()
+    drift: DriftConfig = DriftConfig()
+    shadow: ShadowConfig = ShadowConfig()
     inferential: InferentialConfig = InferentialConfig()
     http: HttpConfig = HttpConfig()
     access: AccessConfig = AccessConfig()
@@ -317,6 +334,13 @@ class Config(Section, frozen=True, kw_only=True):
     extensions: ExtensionsConfig = ExtensionsConfig()
     models: tuple[ModelConfig, ...] = ()
     sources: tuple[SourceConfig, ...] = ()
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether requests are, or may be, sampled for the observer process."""
+        has_consumer = bool(self.prediction_log.path) or self.drift.enabled
+        may_have_models = bool(self.repository.path) and has_consumer
+        return may_have_models or any(model.observed_share for model in self.models)
 
     @property
     def has_shared_models(self) -> bool:

@@ -19,12 +19,14 @@ NUMBER = "number"
 TEMPORAL = ("date", "time", "timestamp", "duration")
 DECIMAL = "decimal"
 RANK_MAX = 16
+CHARACTERS_MAX = 1024
+"""Of a type; the expressions below take quadratic time."""
 SIZE_DIGITS_MAX = 9
 NOT_IN_TENSORS = ("bfloat16", "binary", "utf8")
 """Element types that Arrow's `fixed_shape_tensor` cannot have; Arrow has no bfloat16."""
 
 _LIST = re.compile(r"(?:large_)?list(?:_view)?<(.*)>")
-_SIZED = re.compile(r"((?:fixed_size_list<\s*)*)(.*?)((?:\s*>\s*\[\s*\d+\s*\])*)")
+_SIZED = re.compile(r"((?:fixed_size_list<\s*)*)(.*?)((?:\s*>\s*\[\s*\d+\s*\])*)", re.S)
 _CONVERTED = re.compile(
     r"date|date32|date64|time|time32\[(?:s|ms)\]|time64\[(?:us|ns)\]"
     r"|(?:timestamp|duration)(?:\[(?:s|ms|us|ns)\])?"
@@ -94,6 +96,7 @@ class ColumnType(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 def parse_sent_type(text: str) -> SentType:
     """Parse the type of a sent column."""
+    _require_short(text)
     inner, is_ragged = text.strip(), False
     if match := _LIST.fullmatch(inner):
         inner, is_ragged = match[1].strip(), True
@@ -112,6 +115,7 @@ def parse_sent_type(text: str) -> SentType:
 
 def parse_column_type(text: str) -> ColumnType:
     """Parse a column type: `float32`, `fixed_size_list<float32>[64]`, ..."""
+    _require_short(text)
     sizes: list[int] = []
     inner, is_tensor = text.strip(), False
     if match := re.fullmatch(r"fixed_shape_tensor<\s*(\w+)\s*>\s*\[([^\[\]]*)\]", inner):
@@ -130,6 +134,11 @@ def parse_column_type(text: str) -> ColumnType:
     is_valid = all(sizes) and len(sizes) <= RANK_MAX
     require(is_valid, f"`{text}` has a size of 0, or more than {RANK_MAX} axes")
     return ColumnType(inner, tuple(sizes), is_tensor)
+
+
+def _require_short(text: str) -> None:
+    problem = f"type `{text[:100]}` has {len(text)} characters, limit {CHARACTERS_MAX}"
+    require(len(text) <= CHARACTERS_MAX, problem)
 
 
 def _size(part: str, text: str) -> int:

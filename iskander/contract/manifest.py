@@ -172,7 +172,7 @@ def read_manifest(path: Path) -> Manifest | None:
     require(is_small, f"manifest.toml is larger than {MANIFEST_BYTES_MAX} bytes")
     try:
         manifest = msgspec.toml.decode(raw, type=Manifest)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ManifestError(f"manifest.toml: {error}") from None
     except RecursionError:
         raise ManifestError("manifest.toml is nested too deeply") from None

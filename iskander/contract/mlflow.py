@@ -49,7 +49,7 @@ def manifest_of_signature(document: Any) -> Manifest:  # noqa: ANN401
 def _columns(text: Any, side: str) -> list[tuple[str, ColumnType]]:  # noqa: ANN401
     try:
         entries = msgspec.json.decode(text) if isinstance(text, str) else text
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"the signature's {side}s are not JSON: {error}") from None
     is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     require(is_list, f"the signature's {side}s are not a list of columns")
@@ -65,7 +65,7 @@ def _type_of(entry: dict[str, Any], name: str) -> ColumnType:
     kind = entry.get("type")
     if kind != "tensor":
         supported = f"which is not supported; supported are {', '.join(COLUMN_TYPES)}"
-        require(kind in COLUMN_TYPES, f"column `{name}` is of the type `{kind}`, {supported}")
+        require(str(kind) in COLUMN_TYPES, f"column `{name}` is of the type `{kind}`, {supported}")
         return ColumnType(COLUMN_TYPES[str(kind)])
     spec = entry.get("tensor-spec")
     spec = spec if isinstance(spec, dict) else {}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from iskander.control.channel import FRAME_BYTES_MAX, Channel, SeqpacketChannel
 from iskander.control.messages import Hello, Refused, Welcome, decode_hello, decode_welcome, encode
+from iskander.decoders import DECODE_ERRORS
 from iskander.errors import ProtocolError
 
 DESCRIPTORS = 4
@@ -73,7 +74,7 @@ def read_hello(frame: bytes) -> Hello:
     """Decode a `Hello` or raise a `ProtocolError`. Runs on: gateway loop."""
     try:
         return decode_hello(frame)
-    except ValueError as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"malformed Hello from a worker: {error}") from None
 
 

@@ -3,7 +3,8 @@
     handshake                                work
     worker -> gateway  Hello                 gateway -> worker  Load      -> Loaded | LoadFailed
     gateway -> worker  Welcome | Refused     gateway -> worker  Unload    -> Unloaded
-                                             gateway -> worker  Execute   -> Done | Failed, Stepped
+                                             gateway -> worker  Execute   -> Done | Failed,
+                                                                             Stepped, Copied
                                              gateway -> worker  Probe     -> Probed
                                              gateway -> worker  Drain     -> (exit 0)
                                              worker -> gateway  Leaving   -> Drain
@@ -17,12 +18,18 @@ gateway of another version rejects the worker.
 
 from __future__ import annotations
 
-import msgspec
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from iskander.clock import NS_PER_S
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
+RUN_NS_MAX = 86_400 * NS_PER_S
+"""Of a batch; a faulty clock must not decide which lane is next."""
 
 
 class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +44,7 @@ class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
         cache_bytes: Limit of the folder.
         custom_ops: Operator libraries that models may request.
         public_key: Ed25519, base64; models without its signature are rejected. Empty for none.
+        engine_s: Timeout of a sandboxed build of TensorRT engines.
     """
 
     is_sandboxed: bool = False
@@ -48,6 +56,7 @@ class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
     cache_bytes: int = 1 << 34
     custom_ops: tuple[str, ...] = ()
     public_key: str = ""
+    engine_s: float = 900.0
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -61,6 +70,9 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
         pool: Worker pool: its own, or empty for the shared pool.
         trust_pickle: Its code may unpickle files.
         trusted_types: Types that its skops files may contain beside the usual ones.
+        devices: Kinds of workers that load it: `cpu`, `gpu`.
+        gpu_memory_bytes: Its memory of a GPU; 0: not declared.
+        pad_to: Numbers of rows that its batches are padded to; empty for none.
     """
 
     key: int
@@ -82,6 +94,9 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
     trusted_types: tuple[str, ...] = ()
     loading: LoadingSpec = LoadingSpec()
     provider_options: dict[str, dict[str, str]] = {}
+    devices: tuple[str, ...] = ("cpu",)
+    gpu_memory_bytes: int = 0
+    pad_to: tuple[int, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -242,7 +257,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     """The batch was computed; `run_ns` is the time from the message to the answer."""
 
     batch_id: int
-    run_ns: int
+    run_ns: Annotated[int, Meta(ge=0, le=RUN_NS_MAX)]
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="steps"):
@@ -250,6 +265,13 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="steps"):
 
     model: int
     steps: tuple[tuple[str, int], ...]
+
+
+class Copied(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
+    """Bytes that a worker copied to and from its GPU since its last message; sent with `Done`."""
+
+    in_bytes: int
+    out_bytes: int
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
@@ -281,7 +303,9 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, tag="notice"):
 ToGatewayHandshake = Hello
 ToWorkerHandshake = Welcome | Refused
 ToWorker = Execute | Load | Unload | Probe | Drain
-ToGateway = Done | Failed | Stepped | Probed | Loaded | LoadFailed | Unloaded | Leaving | Notice
+ToGateway = (
+    Done | Failed | Stepped | Copied | Probed | Loaded | LoadFailed | Unloaded | Leaving | Notice
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(ToGatewayHandshake).decode

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from iskander.decoders import thread_safe
+from iskander.decoders import DECODE_ERRORS, thread_safe
 from iskander.errors import IskanderError, MalformedInput, ProtocolError
 
 MessageT = TypeVar("MessageT")
@@ -81,7 +81,7 @@ def read_body_location(app_metadata: bytes) -> BodyLocation:
 def _decode(decode: Callable[[bytes], MessageT], frame: bytes, kind: str) -> MessageT:
     try:
         return decode(frame)
-    except ValueError as error:
+    except DECODE_ERRORS as error:
         raise MalformedInput(f"malformed {kind}: {error}") from None
 
 
@@ -119,7 +119,7 @@ def request_region(
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
-        if isinstance(error, msgspec.DecodeError):
+        if isinstance(error, DECODE_ERRORS):
             raise ProtocolError(f"the gateway's answer is invalid: {error}") from None
         raise
     return connection, grant, descriptors[0]

@@ -5,7 +5,7 @@ Pure: a configuration and a topology in, numbers out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from iskander.config.models import ModelConfig
 from iskander.config.schema import Config
 from iskander.memory.backing import huge_pages_needed
+from iskander.supervision.gpus.device import PREFIX, Gpu
 from iskander.supervision.placement import PlacementPlan, plan
 from iskander.supervision.topology import Topology
 from iskander.transport.descriptors import RESERVED_MAX
@@ -74,9 +75,22 @@ class Demand(NamedTuple):
         return list(dict.fromkeys(named))
 
 
-def demand_of(config: Config, topology: Topology) -> Demand:
-    """Return the needs of a configuration; raise ConfigError if it does not fit the cpus."""
-    return Demand(config, plan(config, topology))
+def demand_of(config: Config, topology: Topology, gpus: Sequence[Gpu] = ()) -> Demand:
+    """Return the needs of a configuration; raise ConfigError if it does not fit the machine.
+
+    Without GPUs, the cpus are those of the same models without one: another check reports it.
+    """
+    return Demand(config, plan(config if gpus else _without_gpus(config), topology, gpus))
+
+
+def _without_gpus(config: Config) -> Config:
+    """Return a configuration with its models on workers without a GPU."""
+    groups = config.workers.groups
+    if not isinstance(groups, str):
+        groups = tuple(each for each in groups if not each.startswith(PREFIX)) or "auto"
+    replace = msgspec.structs.replace
+    models = tuple(replace(model, placement="cpu") for model in config.models)
+    return replace(config, models=models, workers=replace(config.workers, groups=groups))
 
 
 def default_demand(topology: Topology) -> Demand:

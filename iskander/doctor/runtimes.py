@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from iskander.supervision.gpus.query import ask_nvml
 
 RUNTIMES = ("onnxruntime-gpu", "onnxruntime")
 """Distributions with the module `onnxruntime`."""
@@ -78,28 +80,6 @@ def _load_error(provider: str) -> str:
 
 
 def _read_gpus() -> tuple[str, tuple[Gpu, ...]]:
-    """Driver and GPUs, by NVML's Python package if it is installed."""
-    if find_spec("pynvml") is None:
-        return "", ()
-    from importlib import import_module
-
-    nvml: Any = import_module("pynvml")
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return "", ()
-    try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(at) for at in range(nvml.nvmlDeviceGetCount())]
-        gpus = tuple(
-            Gpu(_text(nvml.nvmlDeviceGetName(each)), nvml.nvmlDeviceGetMemoryInfo(each).total)
-            for each in handles
-        )
-        return _text(nvml.nvmlSystemGetDriverVersion()), gpus
-    except nvml.NVMLError:
-        return "", ()
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    """Driver and GPUs of NVML."""
+    report = ask_nvml()
+    return report.driver, tuple(Gpu(card.name, card.memory_bytes) for card in report.cards)

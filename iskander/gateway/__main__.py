@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import logging
 import os
 import signal
 import sys
@@ -25,16 +24,16 @@ from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentEr
 from iskander.exit_codes import ExitCode, summary
 from iskander.gateway.child_settings import read_settings
 from iskander.gateway.systemd import keep_alive
-from iskander.supervision.placement import PlacementPlan, plan
-from iskander.supervision.topology import read_topology, render_cpu_list
+from iskander.logs import gateway as log
+from iskander.supervision.machine import plan_machine
+from iskander.supervision.placement import PlacementPlan
+from iskander.supervision.topology import render_cpu_list
 from iskander.supervision.worker import SlotPlan
-from iskander.telemetry.logs import set_up_logs
+from iskander.telemetry.logs import are_logs_set_up, set_up_logs
 from iskander.transport.allocator import keep_large_blocks
 
 _PR_SET_PDEATHSIG = 1
 PARENT_PID = "ISKANDER_PARENT_PID"
-
-log = logging.getLogger("iskander.gateway")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -64,8 +63,8 @@ def main(words: Sequence[str] | None = None) -> None:
         config = loaded.config
         set_up_logs(config.admin, arguments.process)
         for warning in loaded.warnings:
-            log.warning("%s", warning)
-        placed = plan(config, read_topology(os.sched_getaffinity(0)))
+            log.setting_questionable(warning=warning)
+        placed = plan_machine(config)
         # Before the loop's handlers exist, SIGINT ends the process; asyncio's own handler would
         # cancel the startup half way.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -93,16 +92,16 @@ def _read(arguments: argparse.Namespace) -> Loaded:
 def _pin(placed: PlacementPlan) -> None:
     """Pin this process, before it has threads or much memory; a worker replaces its own mask."""
     for note in placed.notes:
-        log.warning("placement: %s", note)
+        log.placement_restricted(note=note)
     if not placed.gateway:
         return
     cpus = render_cpu_list(placed.gateway)
     try:
         os.sched_setaffinity(0, placed.gateway)
     except OSError as error:
-        log.warning("placement: not pinned to the cpus %s: %s", cpus, error.strerror)
+        log.gateway_not_pinned(cpus=cpus, reason=str(error.strerror))
     else:
-        log.info("runs on the cpus %s, the workers on others", cpus)
+        log.gateway_pinned(cpus=cpus)
 
 
 async def _supervise(config: Config, arguments: argparse.Namespace) -> int:
@@ -146,9 +145,11 @@ async def _serve(config: Config, slots: list[SlotPlan], arguments: argparse.Name
         operation.on_signal()
 
     def keeps_workers() -> bool:
-        # The workers stop with the last process: after SIGINT from the parent, or its death. They
-        # continue when only this process is replaced.
-        return process is not None and signal.SIGINT not in received and _has_parent()
+        # Workers of a service manager continue: it stops them itself, and the next gateway uses
+        # their models. Other workers stop with the last process (after SIGINT from the parent, or
+        # its death), and continue when only this process is replaced.
+        is_replaced = process is not None and signal.SIGINT not in received and _has_parent()
+        return is_replaced or not config.workers.spawn
 
     # Handlers run at the first await of the startup.
     loop = asyncio.get_running_loop()
@@ -195,7 +196,10 @@ def _has_parent() -> bool:
 
 
 def _end(error: IskanderError, code: ExitCode) -> None:
-    sys.stderr.write(f"iskander-gateway: {error.message}\n")
+    if are_logs_set_up():
+        log.gateway_failed(reason=error.message)
+    else:
+        sys.stderr.write(f"iskander-gateway: {error.message}\n")
     sys.exit(code)
 
 

@@ -50,8 +50,15 @@ def fixed(config: Config) -> dict[str, object]:
             for model in config.models
             if model.own_workers
         ],
+        "workers.gpu_reserve_bytes": workers.gpu_reserve_bytes,
+        "GPUs of models": [
+            (model.name, model.version, model.devices, model.gpu_memory_bytes)
+            for model in config.models
+            if "gpu" in model.devices
+        ],
         "admin.address": config.admin.address,
         "admin.page": config.admin.page,
+        "events": config.events,
         "http.address": config.http.address,
         "inferential.address": config.inferential.address,
     }

@@ -10,10 +10,10 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Any
 
+from iskander.auth.audit import DONE
 from iskander.config.changes import Changes, compare
 from iskander.config.loader import require_relations
 from iskander.config.schema import Config
@@ -21,10 +21,9 @@ from iskander.errors import ConfigError, Draining, IskanderError, Overloaded
 from iskander.gateway.secrets import require_secrets
 from iskander.gateway.server import Server
 from iskander.gateway.systemd import notify, notify_reloading
+from iskander.logs import gateway as log
 
 RETRY_MS = 1000
-
-log = logging.getLogger("iskander.gateway")
 
 
 class Operation:
@@ -66,9 +65,18 @@ class Operation:
     def on_signal(self) -> None:
         """Start a reload; the log has the outcome."""
         try:
-            self._start().add_done_callback(_retrieve)
+            reload = self._start()
+            reload.add_done_callback(_retrieve)
+            reload.add_done_callback(self._record_signal)
         except IskanderError as error:
-            log.warning("reload ignored: %s", error.message)
+            log.reload_ignored(reason=error.message)
+
+    def _record_signal(self, reload: asyncio.Task[Changes]) -> None:
+        """Add a reload by a signal, which has no caller, to the audit log."""
+        error = None if reload.cancelled() else reload.exception()
+        outcome = DONE if error is None else getattr(error, "code", "internal")
+        changed = list(reload.result().live) if outcome == DONE and not reload.cancelled() else []
+        self._server.audit.record("reload", "SIGHUP", outcome, changed=changed)
 
     def _start(self) -> asyncio.Task[Changes]:
         """Start a reload, which finishes even if its caller is gone."""
@@ -87,10 +95,10 @@ class Operation:
             changes = await asyncio.to_thread(self._compare)
             self._server.configure(changes.config)
             self._config, is_valid, note = changes.config, True, _text(changes)
-            log.log(logging.WARNING if changes.restart else logging.INFO, "reloaded: %s", note)
+            (log.reloaded_in_part if changes.restart else log.reloaded)(note=note)
         except IskanderError as error:
             note = f"reload rejected: {error.message}"
-            log.error("%s", note)
+            log.reload_rejected(reason=error.message)
             raise
         finally:
             self._server.reloads.record(is_valid=is_valid)
@@ -126,7 +134,7 @@ async def ask_parent(action: str) -> dict[str, Any]:
 def _retrieve(task: asyncio.Task[Changes]) -> None:
     """Log the exception of a reload without a caller, unless the reload has logged it."""
     if not task.cancelled() and not isinstance(error := task.exception(), IskanderError | None):
-        log.error("reload failed", exc_info=error)
+        log.reload_failed(error=error)
 
 
 def _text(changes: Changes) -> str:

@@ -16,7 +16,6 @@ Source: socket(7) (SO_REUSEPORT), sd_notify(3).
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -32,8 +31,10 @@ from iskander.errors import IskanderError
 from iskander.file_watcher import ReloadStatus
 from iskander.gateway.child import ChildProcess
 from iskander.gateway.child_settings import fixed
+from iskander.gateway.events import ForwardedStreams
 from iskander.gateway.secrets import require_secrets
 from iskander.gateway.systemd import notify, notify_reloading
+from iskander.logs import gateway as log
 from iskander.repository.load_intents import LoadIntents
 from iskander.supervision.lifecycle import BACKOFF_MAX_S, backoff_s
 from iskander.telemetry.events import EventLog
@@ -42,8 +43,6 @@ from iskander.transport.sockets import ReservedPorts
 
 if TYPE_CHECKING:
     from iskander.telemetry.admin import AdminServer
-
-log = logging.getLogger("iskander.processes")
 
 STOP_SLACK_S = 20.0
 """Added to lame duck and drain for the exit of a process and its workers."""
@@ -86,6 +85,7 @@ class Parent:
         self._rolling: asyncio.Task[None] | None = None
         self._admin: AdminServer | None = None
         self._events = EventLog()
+        self._streams: ForwardedStreams | None = None
         self._reloads = ReloadStatus()
         self._checked_ns = now_ns()
         self._check_timer: asyncio.TimerHandle | None = None
@@ -97,6 +97,7 @@ class Parent:
         """
         try:
             await self._ports.hold(self._config)
+            self._streams = ForwardedStreams(self._config, self._runtime.path)
             await self._start_admin()
             for process in self.processes:
                 self._loop.add_reader(process.notices, self._on_notice, process)
@@ -128,14 +129,14 @@ class Parent:
     def roll(self) -> None:
         """Replace the processes one by one, each after its predecessor is ready again."""
         if not self._was_ready or self._rolling is not None or self._is_stopping:
-            log.warning("reload ignored: the processes are starting, stopping or being replaced")
+            log.replacement_ignored()
             return
         notify_reloading()
         before = self._config
         problem = self._read_settings()
         self._reloads.record(is_valid=not problem)
         if problem:
-            log.error(problem)
+            log.replacement_rejected(reason=problem)
             self._notify_serving(f"; {problem}")
         else:
             self._rolling = self._loop.create_task(self._roll(before))
@@ -202,7 +203,7 @@ class Parent:
         try:
             pidfd = process.start(self._command, self._child_settings())
         except OSError as error:
-            log.error("process %d cannot be started: %s", process.index, error.strerror)
+            log.process_start_failed(child=process.index, reason=str(error.strerror))
             process.timer = self._loop.call_later(BACKOFF_MAX_S, self._start, process)
         else:
             self._loop.add_reader(pidfd, self._on_end, process, pidfd)
@@ -231,7 +232,7 @@ class Parent:
             self._startup_code = code if code > 0 else 1
         else:
             delay_s = backoff_s(process.failures)
-            log.error("process %d ended with %d; restart in %g s", process.index, code, delay_s)
+            log.process_ended(child=process.index, exit_code=code, delay_s=delay_s)
             process.timer = self._loop.call_later(delay_s, self._start, process)
 
     def _notify_ready(self) -> None:
@@ -239,7 +240,7 @@ class Parent:
         if not self._was_ready and all(process.is_ready for process in self.processes):
             self._was_ready = True
             where = ", ".join(self._ports.addresses)
-            log.info("%d processes are ready on %s", len(self.processes), where)
+            log.processes_ready(count=len(self.processes), addresses=where)
             self._notify_serving(X_ISKANDER_ADDRESS=self._ports.addresses[0])
 
     def _notify_serving(self, note: str = "", **fields: str) -> None:
@@ -261,24 +262,20 @@ class Parent:
             start_s = 0.0 if process.has_notified else process.config.workers.start_s
             limit_s = max(HUNG_S, start_s)
             if process.silent_s(now) > limit_s:
-                log.error("process %d sent no heartbeat for %g s: killed", process.index, limit_s)
+                log.process_silent(child=process.index, limit_s=limit_s)
                 process.notified_ns = now
                 process.kill()
         self._changed.set()
         self._check_timer = self._loop.call_later(CHECK_S, self._check)
 
     def _reopen_socket(self, process: ChildProcess) -> None:
-        log.error(
-            "the runtime directory was deleted: the notification socket of process %d is created "
-            "again; the process creates its own sockets when it is replaced",
-            process.index,
-        )
+        log.runtime_directory_deleted(child=process.index)
         self._loop.remove_reader(process.notices)
         try:
             process.reopen_socket()
             self._link()
         except OSError as error:
-            log.error("the notification socket cannot be created: %s", error.strerror)
+            log.notification_socket_failed(reason=str(error.strerror))
         else:
             self._loop.add_reader(process.notices, self._on_notice, process)
 
@@ -289,7 +286,7 @@ class Parent:
 
     async def _roll(self, before: Config) -> None:
         """Replace all processes; restore the previous settings if one does not get ready."""
-        log.info("replacing the processes one by one")
+        log.replacement_started()
         note = "replaced"
         had_ready_models = all(process.has_ready_models for process in self.processes)
         try:
@@ -297,14 +294,14 @@ class Parent:
             failed = await self._replace(reversed(self.processes), had_ready_models)
             if failed is not None:
                 note = f"process {failed.index} did not get ready: previous settings restored"
-                log.error(note)
+                log.replacement_undone(child=failed.index, note=note)
                 self._config = before
                 settings = self._child_settings()
                 changed = [each for each in self.processes if each.config != settings]
                 failed = await self._replace(changed or [failed], had_ready_models)
             if failed is not None:
                 note = f"process {failed.index} is not ready; the others keep serving"
-                log.error(note)
+                log.replacement_incomplete(child=failed.index, note=note)
         finally:
             self._rolling = None
             if not self._is_stopping:
@@ -324,7 +321,7 @@ class Parent:
             is_back = partial(process.is_back, needs_models=had_ready_models)
             if not await _wait_until(is_back, self._config.workers.start_s):
                 return process
-            log.info("process %d is replaced", process.index)
+            log.process_replaced(child=process.index)
         return None
 
     async def _drain(self) -> None:
@@ -343,7 +340,7 @@ class Parent:
         servers = [each.config.server for each in self.processes]
         limit_s = max(each.lame_duck_s + 2 * each.drain_s for each in servers) + STOP_SLACK_S
         if not await _wait_until(lambda: process.child is None, limit_s):
-            log.error("process %d did not stop within %g s: killed", process.index, limit_s)
+            log.process_not_stopped(child=process.index, limit_s=limit_s)
             process.signal(signal.SIGKILL)
             await _wait_until(lambda: process.child is None, STOP_SLACK_S)
 
@@ -357,6 +354,8 @@ class Parent:
         if self._admin is not None:
             await self._admin.stop()
         self._events.stop()
+        if self._streams is not None:
+            self._streams.stop()
         for process in self.processes:
             if process.timer is not None:
                 process.timer.cancel()

@@ -13,17 +13,22 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from iskander.auth.audit import AuditLog
 from iskander.auth.grants import Authenticator
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config.schema import Config
 from iskander.control.identity import gateway_id
 from iskander.control.runtime_directory import Member, RuntimeDirectory
+from iskander.drift.installed import require_sketches
 from iskander.errors import Draining
 from iskander.file_watcher import ReloadStatus
+from iskander.gateway.events import create_stream, start_stream
 from iskander.gateway.sources import create_sources, private_listener
 from iskander.gateway.systemd import notify, notify_changes
+from iskander.logs import gateway as log
 from iskander.measurement.recent_values import RecentValues
-from iskander.memory.backing import BackingOptions, log_backing
+from iskander.memory.backing import Backing, BackingOptions
+from iskander.observation.process import ObserverProcess
 from iskander.protocols.extension import Services, create_protocols
 from iskander.protocols.flight.regions import RegionServer
 from iskander.protocols.flight.service import FlightService
@@ -38,9 +43,13 @@ from iskander.repository.peers import Peers
 from iskander.repository.repository import Repository
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.input_arena import InputArena
+from iskander.scheduling.tracing import joined
 from iskander.scheduling.wakeup import BusyPolling
+from iskander.shadow.routes import shares_of
+from iskander.shadow.runner import ShadowRunner
 from iskander.supervision.supervisor import Supervisor
 from iskander.supervision.worker import SlotPlan
+from iskander.telemetry.drift_status import DriftReader
 from iskander.telemetry.events import EventLog
 from iskander.telemetry.history_sampler import HistorySampler
 from iskander.telemetry.loop_lag import LoopLag
@@ -48,15 +57,18 @@ from iskander.telemetry.metric_sources import MetricSources
 from iskander.telemetry.stats import collect
 from iskander.telemetry.status_reader import StatusReader
 from iskander.telemetry.tracing.export_process import ExportProcess
-from iskander.transport.addresses import admin_address, require_addresses, sharing_path
+from iskander.transport.addresses import (
+    admin_address,
+    require_addresses,
+    require_extension_protected,
+    sharing_path,
+)
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.tls import Tls
 
 if TYPE_CHECKING:
     from iskander.telemetry.admin import AdminServer
     from iskander.telemetry.status import Status
-
-log = logging.getLogger("iskander.server")
 
 Operate = Callable[[str], Awaitable[dict[str, Any]]]
 
@@ -88,11 +100,13 @@ class Server:
         arena = config.arena
         backing = BackingOptions(is_huge=arena.huge_pages, is_locked=arena.lock)
         self._input_arena = InputArena(arena.input_bytes, config.limits, backing)
-        log_backing(log, "input arena", self._input_arena.segment.backing)
+        _log_backing(self._input_arena.segment.backing)
         self._connection_limits = ConnectionLimits(config)
         busy_polling = BusyPolling(config.server.busy_poll_us)
         self._dispatcher = Dispatcher(self._input_arena, self._models.by_key, busy_polling)
-        self._dispatcher.tracer = None if self._traces is None else self._traces.recorder
+        self._stream = create_stream(config, self._member)
+        recorders = [each.recorder for each in (self._traces, self._stream) if each is not None]
+        self._dispatcher.tracer = joined(recorders)
         self._supervisor = Supervisor(
             config,
             slots,
@@ -111,8 +125,26 @@ class Server:
             recent=self._recent,
             on_change=self._supervisor.notify_change,
         )
+        self._observation: ObserverProcess | None = None
+        if config.is_observed:
+            require_sketches(config.drift)
+            settings_of = self._repository.settings_of
+            self._observation = ObserverProcess(config, self._input_arena, settings_of)
+            self._dispatcher.observer = self._observation.sampler
         self._tls = Tls(config.tls)
-        self._access = Authenticator(config.access, self._on_access)
+        self._shadow = ShadowRunner(
+            self._dispatcher,
+            self._input_arena,
+            self._models.by_key,
+            config.shadow,
+            config.server.processes,
+        )
+        self._models.on_revision = lambda: self._shadow.set_pairs(shares_of(self._models))
+        self._models.on_revision()
+        self.audit = AuditLog(config.access.audit_file, index)
+        processes = config.server.processes
+        self._access = Authenticator(config.access, self._on_access, processes, self.audit)
+        self._input_arena.quotas = self._access.quotas.by_name
         self._models.hides_models = bool(config.access.tokens)
         self._create_services(sharing_path(config, index), slots)
         self._lag = LoopLag()
@@ -146,6 +178,7 @@ class Server:
         )
         self._submitter = RequestSubmitter(arena, self._dispatcher, config.limits)
         self._oip = OipService(models, self._submitter, self._peers)
+        self._flight.audit = self._oip.audit = self.audit
         self._grpc = GrpcServer(
             self._flight,
             self._health,
@@ -197,16 +230,24 @@ class Server:
         config = self._config
         if address := admin_address(config.admin):
             from iskander.telemetry.admin import AdminServer  # The import costs 0.1 s.
+            from iskander.telemetry.drift_metrics import DRIFT_SCOPE
             from iskander.telemetry.metrics import SCOPES, Collector
+            from iskander.telemetry.shadow_metrics import SHADOW_SCOPE
             from iskander.telemetry.triton_metrics import TRITON_SCOPE
 
-            scopes = (*SCOPES, TRITON_SCOPE) if config.admin.triton_metrics else SCOPES
+            scopes = (*SCOPES, SHADOW_SCOPE, DRIFT_SCOPE)
+            if config.admin.triton_metrics:
+                scopes = (*scopes, TRITON_SCOPE)
             render, limits = Collector(self._sources, scopes).render, self._connection_limits
             status = self._start_status() if config.admin.page else None
             self._admin = AdminServer(address, self._models.reasons, render, limits, status)
             self._admin_address = await self._admin.start()
+        start_stream(self._stream, config, self._member, self._runtime.path)
+        self.audit.start()
         self._access.start()
         self._tls.start()
+        if self._observation is not None:
+            self._observation.start(self._member.number)  # Its start takes as long as a worker's.
         if not self._member.peers:
             await self._listen()
         self._supervisor.start()
@@ -217,6 +258,7 @@ class Server:
             await self._listen()
         where = ", ".join([*self.addresses, *filter(None, [self._inferential.address])])
         self._is_started = True
+        self.audit.record("start", where)
         # Objects of the startup are permanent: exclude them from later collections.
         gc.collect()
         gc.freeze()
@@ -226,7 +268,8 @@ class Server:
         self._connection_limits.start()
         if config.server.load_reports:
             self._load_reports.start()
-        log.info("ready on %s after %d ms", where, (now_ns() - self._started_ns) // NS_PER_MS)
+        start_ms = (now_ns() - self._started_ns) // NS_PER_MS
+        log.ready(addresses=where, start_ms=start_ms)
         notify(
             READY="1",
             STATUS=f"serving on {where}",
@@ -244,6 +287,7 @@ class Server:
         continue for the process that replaces this one.
         """
         self._is_stopping = self._models.is_stopping = True
+        self.audit.record("stop")
         notify(STOPPING="1", STATUS="draining")
         self._health.stop()
         self._peers.close()
@@ -251,31 +295,34 @@ class Server:
         self._supervisor.recycling.close()
         lame_duck_s = self._config.server.lame_duck_s
         if self._is_started and lame_duck_s:
-            log.info("not ready; requests are accepted for another %g s", lame_duck_s)
+            log.lame_duck_started(lame_duck_s=lame_duck_s)
             await self._wait_while(lambda: True, lame_duck_s)
         if self._member.peers:
             self._grpc.stop_accepting()  # The peers accept new connections.
             self._inferential.stop_accepting()
             for protocol in self._protocols.values():
                 protocol.stop_accepting()
-        for service in (self._flight, self._submitter, self._inferential):
+        for service in (self._flight, self._submitter, self._inferential, self._shadow):
             service.drain()
-        log.info("draining %s", self._describe_work())
+        log.drain_started(work=self._describe_work())
         drain_s = self._config.server.drain_s
         if not await self._wait_while(self._has_work, drain_s):
-            text = "not drained in %g s (`server.drain_s`): %s"
-            log.warning(text, drain_s, self._describe_work())
+            log.drain_timed_out(drain_s=drain_s, work=self._describe_work())
             if self._flight.sources is not None:
                 self._flight.sources.stop(
                     Draining("the server is stopping; repeat the read on another")
                 )
         await self._stop_listeners(GRACE_S)
+        if self._observation is not None:
+            await self._observation.settle()
         if keeps_workers():
             self._supervisor.release_workers()
         else:
             await self._supervisor.stop()
         await self._release()
-        log.info("stopped")
+        log.stopped()
+        if self._stream is not None:
+            self._stream.stop()
 
     def configure(self, config: Config) -> None:
         """Apply the `Live` settings of a configuration that differs in no others."""
@@ -285,6 +332,7 @@ class Server:
         self._flight.configure(limits)
         self._grpc.configure(limits)
         self._submitter.limits = self._inferential.limits = limits
+        self._shadow.configure(config.shadow)
         self._repository.configure(config)
         logging.getLogger().setLevel(config.admin.log_level.upper())
 
@@ -295,6 +343,8 @@ class Server:
         await self._stop_listeners(0)
         await self._supervisor.abandon()
         await self._release()
+        if self._stream is not None:
+            self._stream.stop()
 
     def kill_workers(self) -> None:
         """Kill the workers before an immediate exit."""
@@ -309,8 +359,14 @@ class Server:
             "process": self._member.number,
             "inferential": self._inferential.stats(),
             "access": self._access.stats(),
+            "events": {} if self._stream is None else self._stream.stats(),
             "sources": {} if self._flight.sources is None else self._flight.sources.stats(),
+            "observation": {} if self._observation is None else self._observation.stats(),
         }
+
+    def _observed(self) -> dict[str, Any]:
+        """Return the last report of each consumer of sampled requests."""
+        return {} if self._observation is None else self._observation.last_report
 
     def _start_status(self) -> Callable[[], Awaitable[Status]]:
         """Start to collect what the page shows; return its reader."""
@@ -340,7 +396,12 @@ class Server:
             clients=self._inferential.sessions,
             outcomes=self._inferential.metrics.outcomes,
             spans={} if self._traces is None else self._traces.recorder.counts,
+            **self._sample_sources(),
+            shadows=lambda: self._shadow.pairs,
+            drift=DriftReader(self._observed).read,
             refused=self._access.refused,
+            grants=self._access.quotas.usage,
+            audited=self.audit.counts,
             budget=limits.budget,
             connections=lambda: limits.open_count,
             connections_max=lambda: limits.descriptors.connections_max,
@@ -348,9 +409,22 @@ class Server:
             calls_ended=limits.calls_ended,
             reloads={name: each for name, each in reloads if each is not None},
             expiry_s=lambda: self._tls.expiry_s,
+            gpus=self._supervisor.gpus.states,
             reads=() if sources is None else sources.reads,
             read_counts={} if sources is None else sources.counts,
         )
+
+    def _sample_sources(self) -> dict[str, Any]:
+        observation = self._observation
+        if observation is None:
+            return {}
+        holds = observation.sampler.holds
+        return {
+            "samples": observation.sampler.counts,
+            "samples_held": lambda: (len(holds), holds.bytes),
+            "log_counts": lambda: observation.counts("prediction_log"),
+            "observer_starts": lambda: observation.starts,
+        }
 
     def _on_change(self) -> None:
         """Publish the readiness to health watchers, and to the parent if there is one."""
@@ -378,8 +452,10 @@ class Server:
         self._regions.start()
         for name, protocol in self._protocols.items():
             address = await protocol.start(is_shared=is_shared)
+            if name in config.extensions.protocols:
+                require_extension_protected(config, name, address)
             self._protocol_addresses[name] = address
-            log.info("%s on %s", name, address)
+            log.protocol_listening(protocol=name, address=address)
         if self._traces is not None:
             listeners = {
                 "grpc": self.addresses,
@@ -398,7 +474,7 @@ class Server:
                 return False
             if now - logged_ns >= PROGRESS_LOG_NS:
                 logged_ns = now
-                log.info("draining: %s", self._describe_work())
+                log.drain_progressed(work=self._describe_work())
             await asyncio.sleep(DRAIN_TURN_S)
         return True
 
@@ -434,9 +510,19 @@ class Server:
             await self._flight.sources.close()
         if self._traces is not None:
             await self._traces.stop()
+        if self._observation is not None:
+            await self._observation.stop()
         timers = (self._lag, self._load_reports, self._sampler, self._events)
         for part in (*timers, self._connection_limits, self._access, self._tls):
             part.stop()
+        self.audit.stop()
         self._dispatcher.alarm.clear()
         self._input_arena.close()
         self._runtime.release()
+
+
+def _log_backing(backing: Backing) -> None:
+    """Log the memory pages of the input arena."""
+    log.arena_allocated(arena="input arena", backing=str(backing))
+    for notice in backing.notices:
+        log.arena_restricted(arena="input arena", notice=notice)

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.decoders import thread_safe
+from iskander.decoders import DECODE_ERRORS, thread_safe
 from iskander.errors import MalformedInput
 from iskander.measurement.subscribers import SUBSCRIBERS, Labels, Point, SubscribedRing
 
@@ -113,7 +113,7 @@ class RecentValues:
         """
         try:
             query = msgspec.json.decode(body, type=ValuesQuery) if body else ValuesQuery()
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             raise MalformedInput(
                 f'action `metrics`: expected {{"name"?, "labels"?, "window_s"?}}: {error}'
             ) from None

@@ -5,9 +5,10 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+
+from iskander.logs import requests as log
 
 Labels = Mapping[str, str]
 Point = tuple[int, float, Labels]
@@ -15,8 +16,6 @@ Point = tuple[int, float, Labels]
 Subscriber = Callable[[str, float, Labels], None]
 SUBSCRIBERS: list[Subscriber] = []
 """Callbacks for every point as (name, value, labels); register them before the server starts."""
-
-log = logging.getLogger("iskander.metrics")
 
 
 class SubscribedRing(deque[Point]):
@@ -33,8 +32,8 @@ class SubscribedRing(deque[Point]):
         for listener, has_failed in self._listeners.items():
             try:
                 listener(self._name, point[1], point[2])
-            except Exception:
+            except Exception as error:
                 # Foreign code: log its first failure, keep the point and call the others.
                 self._listeners[listener] = True
                 if not has_failed:
-                    log.exception("metric callback failed for `%s`", self._name)
+                    log.metric_callback_failed(metric=self._name, error=error)

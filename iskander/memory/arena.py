@@ -27,14 +27,19 @@ def usable_bytes(segment_bytes: int) -> int:
 
 
 class Lease:
-    """Exclusive right to a range of a segment; the generation is never used twice."""
+    """Right to a range of a segment; the generation is never used twice.
 
-    __slots__ = ("generation", "length_bytes", "offset")
+    Attributes:
+        holders: Number of calls of `give_back` after which the range is free.
+    """
+
+    __slots__ = ("generation", "holders", "length_bytes", "offset")
 
     def __init__(self, offset: int, length_bytes: int, generation: int) -> None:
         self.offset = offset
         self.length_bytes = length_bytes
         self.generation = generation
+        self.holders = 1
 
 
 class Arena:
@@ -90,9 +95,15 @@ class Arena:
         return self._live.get(lease.offset) is lease
 
     def give_back(self, lease: Lease) -> None:
-        """Release a range and merge it with its free neighbours; a stale lease is an error."""
+        """Release a range for one holder; a stale lease is an error.
+
+        After the last holder it is free, and is merged with its free neighbours.
+        """
         if self._live.get(lease.offset) is not lease:
             raise SegmentError(f"lease {lease.generation} is stale: it was given back before")
+        lease.holders -= 1
+        if lease.holders:
+            return
         del self._live[lease.offset]
         self.leased_bytes -= lease.length_bytes
         start, length = lease.offset, lease.length_bytes

@@ -9,7 +9,6 @@ transhuge.rst, mlock(2), proc(5), numa(7).
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import resource
 from pathlib import Path
@@ -160,10 +159,3 @@ def lock_notice(length_bytes: int, error: int) -> str:
         f"not locked, {os.strerror(error)}: {length_bytes / MIB:g} MiB more requested, "
         f"this process may lock {may} in all (LimitMEMLOCK=, ulimit -l)"
     )
-
-
-def log_backing(log: logging.Logger, name: str, backing: Backing) -> None:
-    """Log the backing of an arena."""
-    log.info("%s: %s", name, backing)
-    for notice in backing.notices:
-        log.warning("%s: %s", name, notice)

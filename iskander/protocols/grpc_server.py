@@ -8,12 +8,12 @@ Runs on: gateway loop. Source: gRPC's call kinds; HTTP/2 status mapping of gRPC.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
 from iskander.auth.grants import Authenticator, Grant
+from iskander.auth.passwords import PasswordUnverified
 from iskander.config.schema import LimitsConfig, ServerConfig
 from iskander.control.identity import ORIGIN
 from iskander.errors import (
@@ -28,6 +28,7 @@ from iskander.errors import (
     Unauthenticated,
     Unsupported,
 )
+from iskander.logs import requests as log
 from iskander.protocols import health, reflection
 from iskander.protocols.flight import service as flight
 from iskander.protocols.flight.service import FlightService
@@ -43,8 +44,6 @@ from iskander.transport.http2.listener import Listener
 from iskander.transport.http2.status import RpcError, Status
 from iskander.transport.sockets import BoundPath, bind, with_port
 from iskander.transport.tls import HTTP2, Tls
-
-log: Final = logging.getLogger("iskander.grpc")
 
 MESSAGE_SLACK_BYTES: Final = 1 << 20
 """Bytes that the transport accepts above `limits.message_bytes`.
@@ -100,6 +99,7 @@ class GrpcServer:
         self._own_id = own_id
         self._paths: list[BoundPath] = []
         self._access = access
+        self._flight = flight_service
         self._flight_methods = _flight(flight_service)
         check, watch = _unary(health_service.check), _with_request(health_service.watch)
         health_methods = _by_path(health.SERVICE, {"Check": check, "Watch": watch})
@@ -199,8 +199,10 @@ class GrpcServer:
         if serve is None or message is None:
             return False
         try:
-            call.grant = self._access.grant(call.metadata, is_probe=False)
+            call.grant = self._access.find(call.metadata, origin=call.origin)
             return serve(message, call, self._reject)
+        except PasswordUnverified:
+            return False
         except Exception as error:
             self._reject(call, error)
             return True
@@ -212,7 +214,10 @@ class GrpcServer:
                 raise Unsupported(f"unknown method `{call.path[:200]}`")
             if (ORIGIN, self._own_id) in call.metadata:
                 raise RemoteLoop("the remote server of this model is this server itself")
-            call.grant = self._access.grant(call.metadata, is_probe=call.path in PROBES)
+            reader_grant = self._flight.reader_grant(call)
+            call.grant = reader_grant or await self._access.authenticate(
+                call.metadata, is_probe=call.path in PROBES, origin=call.origin
+            )
             await serve(call)
         except Exception as error:
             raise self._rpc_error(call.path, error) from None
@@ -229,10 +234,10 @@ class GrpcServer:
                 return error
             error = named(error.message)
         elif not isinstance(error, IskanderError):
-            log.error("internal error in a call", exc_info=error)
+            log.call_raised(error=error)
             error = IskanderError(INTERNAL)
         elif error.fault == "server":
-            log.warning("call failed with %s: %s", error.code, error.message)
+            log.call_failed(code=error.code, reason=error.message)
         return rpc_error(error, is_flight=path in self._flight_methods)
 
 
@@ -261,6 +266,7 @@ def _flight(service: FlightService) -> dict[str, Serve]:
 
 def _oip(service: OipService) -> dict[str, Serve]:
     methods: dict[str, Serve] = {name: _unary(answer) for name, answer in service.unary().items()}
+    methods |= {name: _with_request(run) for name, run in service.administrative().items()}
     methods["ModelInfer"] = _with_message(service.infer)
     methods["ModelStreamInfer"] = service.stream_infer
     return _by_path(oip_service.SERVICE, methods)

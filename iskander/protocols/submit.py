@@ -8,13 +8,13 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Final
 
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.errors import INTERNAL, Draining, IskanderError, Overloaded, detach
+from iskander.logs import requests as log
 from iskander.protocols.tensors import RequestTensors
 from iskander.protocols.traced_call import TracedCall
 from iskander.scheduling.dispatch import Dispatcher
@@ -22,8 +22,6 @@ from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS, NO_TERMS, Caller, Request, Terms
 from iskander.scheduling.tracing import Tracer
-
-log: Final = logging.getLogger("iskander.submit")
 
 SHARE: Final = 8
 """The last eighth of the calls is reserved for callers with less than an eighth of them."""
@@ -70,6 +68,11 @@ class RequestSubmitter:
     def tracer(self) -> Tracer | None:
         """Recorder of traces; None if tracing is off."""
         return self._dispatcher.tracer
+
+    @property
+    def uses_contexts(self) -> bool:
+        """Whether the trace contexts of callers are read."""
+        return self._dispatcher.uses_contexts
 
     def drain(self) -> None:
         """Reject new requests; admitted ones are still answered."""
@@ -196,8 +199,8 @@ class RequestSubmitter:
             self._dispatcher.submit(request)
         except IskanderError as error:
             request.caller.fail(request, error)
-        except Exception:
-            log.exception("internal error in the admission of %r", request)
+        except Exception as failure:
+            log.admission_failed(model=request.lane.title, rows=request.rows, error=failure)
             request.caller.fail(request, IskanderError(INTERNAL))
 
     def _require_running(self) -> None:

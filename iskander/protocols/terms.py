@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from iskander.decoders import thread_safe
+from iskander.decoders import DECODE_ERRORS, thread_safe
 from iskander.errors import MalformedInput, RemoteLoop
 from iskander.protocols.trace_context import STATE_CHARACTERS_MAX
 from iskander.scheduling.request import PRIORITY_MAX
@@ -136,12 +136,14 @@ def read_metadata(app_metadata: bytes) -> ClientTerms | None:
     read_envelope, read_terms = _JSON if app_metadata.lstrip()[:1] == b"{" else _MSGPACK
     try:
         raw = read_envelope(app_metadata).iskander
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except RecursionError:
+        raise MalformedInput("the batch's app_metadata is nested too deeply") from None
+    except ValueError:
         return None
     if not bytes(raw):
         return None
     try:
         terms: ClientTerms | None = read_terms(raw)
         return terms
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise MalformedInput(f"the batch's app_metadata, `iskander`: {error}") from None

@@ -35,8 +35,9 @@ Nodes: TypeAlias = Collection[str] | Callable[[Mapping[str, Any]], bool]
 class Fleet:
     """One server on each alive node.
 
-    The servers have no authentication and no TLS unless the configuration sets them, like Ray's
-    own ports. They end with the driver or with this object, unless the fleet is detached.
+    The servers listen on the network, which needs tokens and TLS of a configuration, or
+    `allow_unprotected_network`. They end with the driver or with this object, unless the fleet is
+    detached.
 
     Args:
         model: Path of a model, the same on each node.
@@ -47,6 +48,8 @@ class Fleet:
             None: the address that Ray uses.
         port: Port of each server; 0: a free one from 20000 on.
         token: Token for probes and for `score`, if the configuration has tokens; the actors get it.
+        allow_unprotected_network: Let everybody who reaches the network of the cluster use the
+            servers, without TLS or without tokens, like Ray's own ports.
         num_gpus: GPUs of each node that Ray reserves for its server; others are not visible to it.
         is_detached: Leave the servers running when this driver ends.
         timeout_s: Time for all servers to become ready.
@@ -67,6 +70,7 @@ class Fleet:
         address_of: Callable[[Mapping[str, Any]], str] | None = None,
         port: int = 0,
         token: str | None = None,
+        allow_unprotected_network: bool = False,
         num_gpus: float = 0,
         is_detached: bool = False,
         timeout_s: float = START_S,
@@ -80,7 +84,7 @@ class Fleet:
         self._source = str(Path(given[0]).absolute())
         self._is_config = config is not None
         self._nodes, self._address_of = nodes, address_of
-        self.token = token
+        self.token, self._is_unprotected = token, allow_unprotected_network
         self._port, self._num_gpus, self._is_detached = port, num_gpus, is_detached
         self._known: dict[str, str] = {}
         # Ray ends an actor that is not detached with its last handle here.
@@ -110,7 +114,7 @@ class Fleet:
         fleet = cls.__new__(cls)
         fleet.name, fleet.token = name, token
         fleet._source, fleet._is_config = spec["source"], spec["is_config"]
-        fleet._port = spec["port"]
+        fleet._port, fleet._is_unprotected = spec["port"], spec["is_unprotected"]
         fleet._nodes, fleet._address_of = None, None
         fleet._num_gpus, fleet._is_detached = 0, True
         fleet._known, fleet._actors = {}, {}
@@ -189,6 +193,7 @@ class Fleet:
                 "port": self._port,
                 "key": name,
                 "token": self.token,
+                "is_unprotected": self._is_unprotected,
             },
             name=name,
             node_id=node.id,

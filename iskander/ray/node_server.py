@@ -52,6 +52,7 @@ class NodeServer:
         port: Its port; 0: a free one that depends on `key`.
         key: Key of this server in its cluster.
         token: Token for probes, if the configuration has tokens.
+        is_unprotected: Whether it may listen on the network without TLS or tokens.
     """
 
     def __init__(
@@ -63,11 +64,17 @@ class NodeServer:
         port: int,
         key: str,
         token: str | None = None,
+        is_unprotected: bool = False,
     ) -> None:
-        self._spec = {"source": source, "is_config": is_config, "port": port}
+        self._spec = {
+            "source": source,
+            "is_config": is_config,
+            "port": port,
+            "is_unprotected": is_unprotected,
+        }
         self._source, self._is_config = source, is_config
         self._host, self._port, self._key = host, port, key
-        self._token = token
+        self._token, self._is_unprotected = token, is_unprotected
         self._address = ""
         self._server: PrivateServer | None = None
         self._error: IskanderError | None = None
@@ -136,7 +143,11 @@ class NodeServer:
         self._address = self._free_address()
         model, config = (None, self._source) if self._is_config else (self._source, None)
         with prepared_server(
-            model, config=config, listen=self._address, token=self._token
+            model,
+            config=config,
+            listen=self._address,
+            token=self._token,
+            is_unprotected=self._is_unprotected,
         ) as server:
             self._server = server
             try:

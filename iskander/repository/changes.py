@@ -14,10 +14,9 @@ from watchfiles import awatch
 
 from iskander.config.repository import RepositoryConfig
 from iskander.errors import IskanderError
+from iskander.logs import models as log
 from iskander.repository.scan import ABSENT, ScannedModel, list_models
 from iskander.repository.version_policy import settled
-
-log = logging.getLogger("iskander.repository")
 
 DEBOUNCE_MS = 50
 logging.getLogger("watchfiles").setLevel(logging.WARNING)
@@ -43,7 +42,7 @@ async def changes(root: Path, rescan_s: float) -> AsyncGenerator[None, None]:
                 yield
         except (OSError, RuntimeError, ExceptionGroup) as error:
             causes = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
-            log.warning("the repository cannot be watched: %s", "; ".join(map(str, causes)))
+            log.repository_unwatched(reason="; ".join(map(str, causes)))
             yield
         await asyncio.sleep(rescan_s)
         yield
@@ -69,7 +68,7 @@ async def follow(
                 if is_changing:
                     await asyncio.sleep(settings.settle_ms / 1000)
         except IskanderError as error:
-            log.error("%s", error.message)
-        except Exception:
+            log.repository_scan_rejected(reason=error.message)
+        except Exception as failure:
             # The folder's content is arbitrary; the next change scans again.
-            log.exception("the scan of the repository failed; the next change starts another")
+            log.repository_scan_failed(error=failure)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from iskander.config.models import LaneConfig
 from iskander.config.schema import Config
 from iskander.control.messages import ModelSpec
 from iskander.errors import IskanderError, LimitExceeded, ManifestError, ModelMoved, NotReady
+from iskander.logs import models as log
 from iskander.measurement.recent_values import RecentValues
 from iskander.repository.generation_lifecycle import Action, Event, Stage, step
 from iskander.repository.models import Failure, Models
@@ -29,8 +29,6 @@ from iskander.scheduling.lane import Lane
 from iskander.supervision.lifecycle import State
 from iskander.supervision.model_loader import ACTIVE_STATES, ModelLoader
 from iskander.supervision.worker import Worker
-
-log = logging.getLogger("iskander.repository")
 
 GENERATIONS_MAX = 4096
 TURN_S = 0.02
@@ -107,7 +105,7 @@ class Generations:
                 self._apply(other, Event.RETIRED)
         self.models.by_key[key] = lane
         self._all[key] = generation = Generation(lane, Stage.LOADING)
-        log.info("generation %d of %s is loading", key, lane.title)
+        log.generation_loading(generation=key, model=lane.title)
         self.loading.load_missing()
         self.update()
         return generation
@@ -166,6 +164,11 @@ class Generations:
             generation.error = lane.refusal
             return Event.LOAD_FAILED
         pool = lane.pool_workers(self.models.workers)
+        if not pool:
+            kinds = " or ".join(lane.model.devices)
+            text = f"no worker can load it: it runs on {kinds}, and no group of that kind is in"
+            generation.error = ManifestError(f"{text} `workers.groups`")
+            return Event.LOAD_FAILED
         serving = [w for w in pool if w.state is State.READY]
         holders = [w for w in serving if lane.model.key in w.models]
         self._measure_load(generation, pool)
@@ -208,8 +211,13 @@ class Generations:
         generation.stage, actions = step(before, event)
         if generation.stage is not before:
             generation.since_ns = now_ns()
-            title = f"generation {lane.model.key} of {lane.title}"
-            log.info("%s: %s, was %s, is %s", title, event, before, generation.stage)
+            log.generation_changed(
+                generation=lane.model.key,
+                model=lane.title,
+                change=event,
+                before=before,
+                after=generation.stage,
+            )
         for action in actions:
             self._actions[action](generation)
         if actions:
@@ -232,7 +240,7 @@ class Generations:
             models.failures[generation.model_version] = Failure(
                 error.message, generation.lane.is_required
             )
-            log.error("%s is not served: %s", generation.lane.title, error.message)
+            log.model_not_served(model=generation.lane.title, reason=error.message)
         if not generation.outcome.done():
             generation.outcome.set_exception(error)
             generation.outcome.exception()  # Marks it as retrieved: there may be no waiter.

@@ -19,7 +19,7 @@ import msgspec
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.control.attach import LockFile
-from iskander.decoders import thread_safe
+from iskander.decoders import DECODE_ERRORS, thread_safe
 from iskander.errors import NotReady, Overloaded
 
 FOLDER = "intents"
@@ -57,12 +57,12 @@ class LoadIntents:
     def __iter__(self) -> Iterator[LoadIntent]:
         """All intents; unreadable files are skipped."""
         for path in sorted(self._folder.glob("*.json")):
-            with contextlib.suppress(OSError, msgspec.DecodeError):
+            with contextlib.suppress(OSError, *DECODE_ERRORS):
                 yield msgspec.json.decode(path.read_bytes(), type=LoadIntent)
 
     def get(self, model: str) -> LoadIntent:
         """Return the intent of a model; by default, all its versions are to be served."""
-        with contextlib.suppress(OSError, msgspec.DecodeError):
+        with contextlib.suppress(OSError, *DECODE_ERRORS):
             return msgspec.json.decode(self._path(model).read_bytes(), type=LoadIntent)
         return LoadIntent(model)
 

@@ -62,6 +62,16 @@ class ModelReader:
         """Whether a model comes from the configuration."""
         return name in self._names
 
+    def configured(self, name: str, version: str) -> ModelConfig | None:
+        """Return the settings of a model version of the configuration."""
+        return self._configured.get((name, version))
+
+    def model_of(self, name: str, version: str, settings: ModelFile) -> ModelConfig:
+        """Return the settings of a version of the folder."""
+        fields = {key: getattr(settings, key) for key in ModelConfig.__struct_fields__}
+        path = str(self._root / name / version)
+        return ModelConfig(**{**fields, "name": name, "path": path, "version": version})
+
     def listed(self, name: str) -> ScannedModel:
         """Scan a model of the folder."""
         return list_model(self._root, name, self._marker)
@@ -112,10 +122,7 @@ class ModelReader:
             return ""
 
     def _spec(self, model_version: ModelVersion, settings: ModelFile, stamp: str) -> ModelSpec:
-        name, version = model_version
-        fields = {key: getattr(settings, key) for key in ModelConfig.__struct_fields__}
-        path = str(self._root / name / version)
-        model = ModelConfig(**{**fields, "name": name, "path": path, "version": version})
+        model = self.model_of(*model_version, settings)
         spec = model_spec(0, model, self._loading)
         options = msgspec.json.encode(model).decode()
         return msgspec.structs.replace(spec, fingerprint=f"{stamp} {options}")

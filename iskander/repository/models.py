@@ -6,7 +6,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from iskander.config.schema import Config
@@ -14,7 +14,7 @@ from iskander.contract.inputs import entries_of, entry_keys
 from iskander.contract.tensors import Contract
 from iskander.errors import ModelNotFound, NotReady
 from iskander.measurement.recent_values import RecentValues
-from iskander.repository.routing import Routing
+from iskander.repository.routing import Routing, shadow_route
 from iskander.repository.specs import loading_spec, model_spec, quorum_of
 from iskander.scheduling.lane import Lane
 from iskander.supervision.file_freshness import FileFreshness
@@ -40,6 +40,7 @@ class Models:
     Attributes:
         by_key: Every lane by its number in control messages; a number is never reused.
         revision: Incremented when the result of `find` may change.
+        on_revision: Called after each increment.
         workers: One for each slot of the placement plan; set by the supervisor.
         is_stopping: The server shuts down, so nothing is ready.
         hides_models: Errors do not list the models.
@@ -52,6 +53,7 @@ class Models:
         self.failures: dict[tuple[str, str], Failure] = {}
         self.routings: dict[str, Routing] = {}
         self.revision = 0
+        self.on_revision: Callable[[], None] = _nothing
         self.counts: Counter[str] = Counter()
         self.workers: list[Worker] = []
         self.is_stopping = self.hides_models = self.is_scanning = False
@@ -59,6 +61,7 @@ class Models:
         self.freshness = FileFreshness()
         self._served: dict[str, dict[str, Lane]] = {}
         self._highest: dict[str, str] = {}
+        self._shadow_shares: dict[tuple[str, str], float] = {}
 
     def __iter__(self) -> Iterator[Lane]:
         """The served lanes."""
@@ -96,7 +99,23 @@ class Models:
                 del self.routings[name]
             else:
                 self.routings[name] = routing
-            self.revision += 1
+            self._revise(name)
+
+    def shadow_shares_of(self, name: str) -> dict[str, float]:
+        """Return the share of each shadow version of a model."""
+        routing = self.routings.get(name)
+        if routing is not None and routing.shadows:
+            return routing.shadow_shares()
+        shares = self._shadow_shares
+        return {version: share for (each, version), share in shares.items() if each == name}
+
+    def set_shadow_shares(self, shares: dict[tuple[str, str], float]) -> None:
+        """Set the shares of the shadow versions among the models of the configuration."""
+        if shares != self._shadow_shares:
+            changed = {name for name, _ in (*shares, *self._shadow_shares)}
+            self._shadow_shares = shares
+            for name in changed:
+                self._revise(name)
 
     @property
     def is_ready(self) -> bool:
@@ -105,8 +124,9 @@ class Models:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the startup is complete: every model is ready or has failed."""
-        return not self.is_scanning and not self.pending and all(lane.is_ready for lane in self)
+        """Whether the startup is complete: every required model is ready or has failed."""
+        is_known = not self.is_scanning and not self.pending
+        return is_known and all(lane.is_ready for lane in self._required)
 
     def is_lane_ready(self, lane: Lane) -> bool:
         """Whether a model version has its quorum of workers."""
@@ -117,7 +137,7 @@ class Models:
         if self.is_stopping:
             return [STOPPING]
         # A model in quarantine fails its own calls; the server stays ready for the others.
-        served = (lane for lane in self if lane.quarantine is None)
+        served = (lane for lane in self._required if lane.quarantine is None)
         lanes = [*served, *(lane for lane in self.loading_lanes if lane.is_required)]
         found = [(lane.title, self._reason(lane)) for lane in lanes]
         found += [("/".join(each), f.reason) for each, f in self.failures.items() if f.is_required]
@@ -125,6 +145,11 @@ class Models:
         if not reasons and (self.is_scanning or self.pending):
             reasons.append("the repository's models are being loaded")
         return reasons
+
+    @property
+    def _required(self) -> Iterator[Lane]:
+        """The served lanes, except of shadow versions, whose failures concern no caller."""
+        return (lane for lane in self if not self._is_shadow(*_model_version(lane)))
 
     @property
     def loading_lanes(self) -> list[Lane]:
@@ -145,8 +170,8 @@ class Models:
             if routing := self.routings.get(name):
                 target = routing.choose(version, key, served)
             if target is None:
-                target = self._highest[name]
-        lane = served.get(target)
+                target = self._highest.get(name)
+        lane = None if target is None else served.get(target)
         if lane is None:
             raise self._not_found(name, target)
         return lane
@@ -165,7 +190,7 @@ class Models:
             reason = self._reason(lane)
             model = models.setdefault(lane.model.name, {"ready": True, "versions": {}})
             model["versions"][lane.model.version] = not reason
-            if reason:
+            if reason and not self._is_shadow(*_model_version(lane)):
                 model["ready"] = False
                 # All versions of a model need the same workers; the first reason is enough.
                 model.setdefault("reason", reason)
@@ -220,7 +245,7 @@ class Models:
             name, version = status.name, status.version
             entry: dict[str, Any] = {"name": name, "version": version, "ready": False}
             if status.lane is not None:
-                routes = self.routings.get(name, Routing()).routes_to(version)
+                routes = self._routes_to(name, version)
                 entry = describe(status.lane) | {"routes": routes}
             described.append(entry | {"state": status.state.lower(), "reason": status.reason})
         return described
@@ -232,13 +257,33 @@ class Models:
         # Before the placement plan exists there are no workers.
         return reason if reason or lane.is_ready else "its workers have not attached yet"
 
+    def _is_shadow(self, name: str, version: str) -> bool:
+        routing = self.routings.get(name)
+        if routing is not None and routing.shadows:
+            return version in routing.shadow_shares()
+        return (name, version) in self._shadow_shares
+
+    def _routes_to(self, name: str, version: str) -> list[str]:
+        if name in self.routings:
+            return self.routings[name].routes_to(version)
+        share = self._shadow_shares.get((name, version))
+        return [] if share is None else [shadow_route(share)]
+
     def _on_version_change(self, name: str) -> None:
+        if not self._served[name]:
+            del self._served[name]
+        self._revise(name)
+
+    def _revise(self, name: str) -> None:
+        """Update what `find` returns for a model."""
         self.revision += 1
-        versions = self._served[name]
+        shadows = self.shadow_shares_of(name)
+        versions = [each for each in self._served.get(name, ()) if each not in shadows]
         if versions:
             self._highest[name] = max(versions, key=version_order)
         else:
-            del self._served[name], self._highest[name]
+            self._highest.pop(name, None)
+        self.on_revision()
 
     def _not_found(self, name: str, version: str | None) -> ModelNotFound | NotReady:
         for lane in self.loading_lanes:
@@ -256,6 +301,9 @@ class Models:
             available = names and f"; available: {names}"
             return ModelNotFound(f"there is no model `{name}`{available}", model=name)
         known = ", ".join(sorted(served, key=version_order))
+        if version is None:
+            text = f"model `{name}` has only shadow versions, which calls have to name: {known}"
+            return ModelNotFound(text, model=name)
         routing = self.routings.get(name)
         aliases = f"; aliases: {', '.join(routing.aliases)}" if routing else ""
         version = (version or "")[:NAME_CHARACTERS_MAX]
@@ -284,7 +332,17 @@ def configured(config: Config, recent: RecentValues) -> Models:
         lane = Lane(model_spec(key, model, loading), model.lane, quorum_of(config, model), recent)
         models.by_key[key] = lane
         models.serve(lane)
+    models.set_shadow_shares(configured_shares(config))
     return models
+
+
+def configured_shares(config: Config) -> dict[tuple[str, str], float]:
+    """Return the shares of the shadow versions among the models of a configuration."""
+    return {
+        (model.name, str(model.version)): model.shadow_share
+        for model in config.models
+        if model.shadow_share is not None
+    }
 
 
 def describe(lane: Lane) -> dict[str, Any]:
@@ -321,6 +379,10 @@ def _outputs(contract: Contract) -> list[dict[str, Any]]:
         source = {"tensors": tensors} if each.is_assembled else {"tensor": tensors[0]}
         described.append({"column": each.column, "type": each.type, **source, "made": each.source})
     return described
+
+
+def _nothing() -> None:
+    pass
 
 
 def _model_version(lane: Lane) -> tuple[str, str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import msgspec
 from iskander.control.runtime_directory import Member
 from iskander.decoders import thread_safe
 from iskander.errors import Draining, IskanderError, ModelNotFound, NotReady, Overloaded
+from iskander.logs import models as log
 from iskander.repository.load_intents import RETRY_MS, LoadIntent, LoadIntents
 from iskander.repository.repository import Repository
 
@@ -31,8 +31,6 @@ CHANGES_MAX = 64
 """Concurrent changes; each waits for a load at most."""
 SLACK_S = 5.0
 """Added to the timeout of a load for the peer's answer."""
-
-log = logging.getLogger("iskander.repository")
 
 
 @thread_safe
@@ -164,7 +162,7 @@ class Peers:
                 await self._repository.startup.wait_for(change.model)
             writer.write(msgspec.json.encode(await self._outcome_of(change)) + b"\n")
         except (OSError, TimeoutError, ValueError) as error:
-            log.warning("the request of a peer process failed: %r", error)
+            log.peer_request_failed(reason=repr(error))
         finally:
             with contextlib.suppress(OSError):
                 writer.close()

@@ -9,22 +9,28 @@ Runs on: gateway loop; folders are read on threads.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+from iskander.config.models import ModelConfig
 from iskander.config.repository import ModelFile
 from iskander.config.schema import Config
 from iskander.errors import ConfigError, IskanderError, ModelMoved, ModelNotFound, Unsupported
+from iskander.logs import models as log
 from iskander.measurement.recent_values import RecentValues
 from iskander.repository.changes import follow
 from iskander.repository.generations import Generation, Generations
 from iskander.repository.load_intents import LoadIntent
 from iskander.repository.model_reader import Found, ModelReader, ModelVersion
-from iskander.repository.models import NAME_CHARACTERS_MAX, Failure, Models
+from iskander.repository.models import (
+    NAME_CHARACTERS_MAX,
+    Failure,
+    Models,
+    configured_shares,
+)
 from iskander.repository.routing import Routing
 from iskander.repository.scan import ABSENT, SETTINGS, ScannedModel, list_models
 from iskander.repository.specs import quorum_of
@@ -37,8 +43,6 @@ from iskander.repository.version_policy import (
 )
 from iskander.scheduling.lane import Lane
 from iskander.supervision.model_loader import ModelLoader
-
-log = logging.getLogger("iskander.repository")
 
 RETRY_S = 5.0
 """Delay before a worker retries a model that it could not load and other workers could."""
@@ -77,13 +81,21 @@ class Repository:
         models.freshness.on_checked = on_change
 
     def configure(self, config: Config) -> None:
-        """Apply the lanes of the configured models, also to lanes that are loading."""
+        """Apply lanes and shadow shares of the configured models, also while they are loading."""
         self._reader.set_lanes(config)
         lanes = {(each.name, str(each.version)): each.lane for each in config.models}
         for lane in self.models.by_key.values():
             key = (lane.model.name, lane.model.version)
             if key in lanes:
                 lane.configure(lanes[key])
+        self.models.set_shadow_shares(configured_shares(config))
+
+    def settings_of(self, name: str, version: str) -> ModelConfig | None:
+        """Return the settings of a model version, of the configuration or its `model.toml`."""
+        file = self._model_files.get(name)
+        if file is not None:
+            return self._reader.model_of(name, version, file)
+        return self._reader.configured(name, version)
 
     def is_controlled_by_calls(self, name: str) -> bool:
         """Whether API calls load and unload this model."""
@@ -234,7 +246,7 @@ class Repository:
         """Load and retire versions of a model to match a scan."""
         async with self._locks.setdefault(name, asyncio.Lock()):
             if self._reader.is_configured(name):
-                log.error("model `%s` of the repository is ignored: the configuration has it", name)
+                log.model_ignored(model=name)
                 return
             if scanned.error:
                 error = ConfigError(scanned.error)
@@ -301,7 +313,7 @@ class Repository:
         if was_tried and not retries_failed:
             return False
         if lane is not None:
-            log.warning("the files of %s have changed", lane.title)
+            log.model_files_changed(model=lane.title)
         return True
 
     def _retire_and_route(self, name: str, versions: list[str], routing: Routing) -> None:
@@ -319,7 +331,7 @@ class Repository:
     def _fail(
         self, model_version: ModelVersion, error: IskanderError, *, is_required: bool
     ) -> IskanderError:
-        log.error("%s is not served: %s", "/".join(model_version), error.message)
+        log.model_not_served(model="/".join(model_version), reason=error.message)
         self.models.counts["failed"] += 1
         self.models.failures[model_version] = Failure(error.message, is_required)
         return error
@@ -333,7 +345,7 @@ class Repository:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, IskanderError):  # Others are in `failures`.
-            log.error("a change of the repository failed", exc_info=error)
+            log.repository_change_failed(error=error)
 
 
 class StartupBarrier:

@@ -24,11 +24,13 @@ class Routing(NamedTuple):
     Attributes:
         default: Version or alias; empty: the highest version.
         split: Weights by version or alias. Versions that are not served are ignored.
+        shadows: Shares of the shadow versions, by version or alias.
     """
 
     default: str = ""
     aliases: Mapping[str, str] = {}
     split: Mapping[str, float] = {}
+    shadows: Mapping[str, float] = {}
 
     def choose(self, version: str | None, key: str, served: Container[str]) -> str | None:
         """Return the version for a call with a version, an alias or neither; None: the highest."""
@@ -38,8 +40,12 @@ class Routing(NamedTuple):
 
     def targets(self) -> set[str]:
         """Return every version that the routing refers to."""
-        named = {self.default, *self.split, *self.aliases.values()} - {""}
+        named = {self.default, *self.split, *self.shadows, *self.aliases.values()} - {""}
         return {self.aliases.get(each, each) for each in named}
+
+    def shadow_shares(self) -> dict[str, float]:
+        """Return the share of each shadow version."""
+        return {self.aliases.get(each, each): share for each, share in self.shadows.items()}
 
     def routes_to(self, version: str) -> list[str]:
         """Describe the routes to a version: `stable`, `default`, `90 of 100`."""
@@ -48,7 +54,10 @@ class Routing(NamedTuple):
             routes.append("default")
         total = sum(self.split.values())
         share = sum(w for t, w in self.split.items() if self.aliases.get(t, t) == version)
-        return [*routes, f"{share:g} of {total:g}"] if share else routes
+        if share:
+            routes.append(f"{share:g} of {total:g}")
+        shadow_share = self.shadow_shares().get(version)
+        return routes if shadow_share is None else [*routes, shadow_route(shadow_share)]
 
     def _choose_by_split(self, key: str, served: Container[str]) -> str | None:
         best, best_score = None, 0.0
@@ -59,6 +68,11 @@ class Routing(NamedTuple):
                 if best is None or score > best_score:
                     best, best_score = version, score
         return best
+
+
+def shadow_route(share: float) -> str:
+    """Describe the route to a shadow version."""
+    return f"shadow of {share:g}"
 
 
 def _hash(key: str, version: str) -> float:

@@ -123,6 +123,8 @@ def read_settings(root: Path, name: str, config: Config) -> ModelFile:
         raise ConfigError(f"{SETTINGS}: {wrong}")
     if settings.own_workers:
         raise ConfigError(f"{SETTINGS}: `own_workers` is only for models of [[models]]")
+    if settings.shadow_share is not None:
+        raise ConfigError(f"{SETTINGS}: `shadow_share` is only for [[models]]; use `shadows`")
     require_model(settings, SETTINGS, config)
     return settings
 

@@ -16,6 +16,7 @@ from iskander.config.schema import Config
 from iskander.contract.manifest import model_file
 from iskander.control.messages import LoadingSpec, ModelSpec
 from iskander.errors import ConfigError
+from iskander.supervision.gpus.budgets import share_of, with_limit
 
 SANDBOX_SHARE = 0.8
 """Sandboxed load's share of `workers.start_s`: it ends before the worker's own timeout."""
@@ -57,13 +58,20 @@ def model_spec(
         string_bytes=model.result_string_bytes,
         fingerprint=f"{file} {stat.st_size} {stat.st_mtime_ns} {stamps} {options}",
         pool=model.pool,
-        provider_options={
-            provider: {key: _option(value) for key, value in options.items()}
-            for provider, options in model.provider_options.items()
-        },
+        provider_options=with_limit(
+            {
+                provider: {key: _option(value) for key, value in options.items()}
+                for provider, options in model.provider_options.items()
+            },
+            model.execution_providers,
+            model.gpu_memory_bytes,
+        ),
+        devices=model.devices,
+        gpu_memory_bytes=share_of(model).budget_bytes,
         trust_pickle=model.trust_pickle,
         trusted_types=model.trusted_types,
         loading=loading,
+        pad_to=tuple(sorted({each for each in model.lane.pad_to if each <= model.max_batch_rows})),
     )
 
 
@@ -79,19 +87,17 @@ def _stamps_beside(file: Path, backend: str) -> list[tuple[str, int]]:
 def loading_spec(config: Config, environment: Mapping[str, str] = os.environ) -> LoadingSpec:
     """Return the trust settings and limits of loads."""
     settings = config.loading
-    home = environment.get("HOME")
-    cache_home = environment.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else "")
-    own = environment.get("CACHE_DIRECTORY", "").partition(":")[0]
     return LoadingSpec(
         is_sandboxed=settings.sandbox,
         sandbox_s=min(settings.sandbox_s, SANDBOX_SHARE * config.workers.start_s),
         sandbox_bytes=settings.sandbox_bytes,
         model_bytes=settings.model_bytes,
         is_shared=settings.share_weights,
-        cache=settings.cache or own or (f"{cache_home}/iskander" if cache_home else ""),
+        cache=settings.cache_folder(environment),
         cache_bytes=settings.cache_bytes,
         custom_ops=settings.custom_ops,
         public_key=settings.public_key,
+        engine_s=min(settings.engine_s, SANDBOX_SHARE * config.workers.start_s),
     )
 
 

@@ -53,15 +53,19 @@ def wanted_versions(present: Collection[str], policy: Versions, routing: Routing
 def routing_of(settings: ModelFile) -> Routing:
     """Return the routing of a `model.toml`."""
     aliases = {alias: str(version) for alias, version in settings.aliases.items()}
-    return Routing(str(settings.default), aliases, dict(settings.split))
+    return Routing(str(settings.default), aliases, dict(settings.split), dict(settings.shadows))
 
 
 def routing_error(routing: Routing) -> str:
     """Return an error of the routing that does not depend on the versions; empty if valid."""
     targets = [("default", routing.default), *(("split", each) for each in routing.split)]
-    for setting, target in targets:
+    for setting, target in [*targets, *(("shadows", each) for each in routing.shadows)]:
         if target and target not in routing.aliases and not target.isdecimal():
             return f"{setting}: `{target}` is neither a version nor an alias"
+    shadows = routing.shadow_shares()
+    for setting, target in targets:
+        if routing.aliases.get(target, target) in shadows:
+            return f"{setting}: `{target}` is in `shadows`: its results are never returned"
     if routing.split and not sum(routing.split.values()):
         return "split: every weight is 0"
     return ""

@@ -8,16 +8,12 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-import logging
-from typing import Final
-
 from iskander.clock import now_ns
 from iskander.errors import IskanderError
+from iskander.logs import requests as log
 from iskander.scheduling.admission import MISSED
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.request import Request
-
-log: Final = logging.getLogger("iskander.dispatch")
 
 
 class RequestCompletion:
@@ -33,9 +29,9 @@ class RequestCompletion:
         lane.on_completed(request, run_ns, now_ns())
         try:
             request.caller.deliver(request, results)
-        except Exception:
+        except Exception as error:
             # The other requests of the batch still get their results.
-            log.exception("delivering the results of a request for %s failed", lane.title)
+            log.result_delivery_failed(model=lane.title, error=error)
             _fail(request, IskanderError("internal error: delivering the results failed"))
         self.finish(request)
 
@@ -77,5 +73,5 @@ def _fail(request: Request, error: IskanderError) -> None:
     """Notify the caller; an exception that it raises is logged."""
     try:
         request.caller.fail(request, error)
-    except Exception:
-        log.exception("delivering an error of a request for %s failed", request.lane.title)
+    except Exception as failure:
+        log.error_delivery_failed(model=request.lane.title, error=failure)

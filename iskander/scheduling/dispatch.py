@@ -9,14 +9,14 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Final
 
 from iskander.clock import now_ns
 from iskander.control.messages import Done, Execute, Failed, Slice, encode
 from iskander.errors import IskanderError, RemoteUnavailable
+from iskander.logs import requests as log
+from iskander.logs import workers as worker_log
 from iskander.measurement.counters import Counters
 from iskander.scheduling.admission import doomed_error, expired_error
 from iskander.scheduling.batcher import Formed
@@ -24,14 +24,14 @@ from iskander.scheduling.completion import RequestCompletion
 from iskander.scheduling.fair_share import BriefRequests
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
+from iskander.scheduling.observation import Observer
 from iskander.scheduling.request import NEVER_NS, Request
 from iskander.scheduling.results import copy_results, copy_small_results
 from iskander.scheduling.retry import after_failure, after_loss, results_error, undo_parts
+from iskander.scheduling.shadow import ShadowBatches
 from iskander.scheduling.tracing import LOST, Tracer
 from iskander.scheduling.wakeup import Alarm, BusyPolling
 from iskander.scheduling.worker_slot import BatchPart, InFlightBatch, WorkerSlot
-
-log: Final = logging.getLogger("iskander.dispatch")
 
 
 class Dispatcher:
@@ -42,6 +42,8 @@ class Dispatcher:
         end_worker: Ends a worker after a failed send; `on_lost` follows.
         on_unreachable: Called when the remote server of a lane could not be reached.
         tracer: Records the requests; None if tracing is off.
+        observer: Samples the results; None if no consumer of samples is on.
+        shadow: Sends shadow batches to idle workers; None without shadow versions.
     """
 
     def __init__(
@@ -61,12 +63,19 @@ class Dispatcher:
         self.end_worker: Callable[[WorkerSlot], None] = lambda worker: worker.kill()
         self.on_unreachable: Callable[[Lane, IskanderError], None] = lambda lane, error: None
         self.tracer: Tracer | None = None
+        self.observer: Observer | None = None
+        self.shadow: ShadowBatches | None = None
         self.counts = Counters()
 
     @property
     def in_flight(self) -> int:
         """Number of batches at workers or with results being copied."""
         return sum(len(worker.in_flight) for worker in self._workers.values()) + len(self._copies)
+
+    @property
+    def uses_contexts(self) -> bool:
+        """Whether the trace contexts of callers are read: for spans, or as ids of samples."""
+        return self.tracer is not None or self.observer is not None
 
     def open(self, worker: WorkerSlot) -> None:
         """Start sending batches to a worker, for the models that it has loaded."""
@@ -128,7 +137,9 @@ class Dispatcher:
                 wake_ns = min(wake_ns, again_ns)
                 waiting.remove(lane)
         for worker, messages in outgoing.items():
-            self._send(worker, messages)
+            self.send(worker, messages)
+        if self.shadow is not None:
+            wake_ns = min(wake_ns, self.shadow.pump(now))
         self.alarm.set(wake_ns, now)
         self._polling.note(now)
 
@@ -145,7 +156,8 @@ class Dispatcher:
             return
         for worker in self._workers.values():
             for batch_id, batch in worker.in_flight.items():
-                if batch.lane is lane and all(part.request.is_over for part in batch.parts):
+                is_own = batch.lane is lane and not batch.is_shadow
+                if is_own and all(part.request.is_over for part in batch.parts):
                     worker.abort(batch_id)
 
     def on_done(self, worker: WorkerSlot, done: Done) -> None:
@@ -159,6 +171,9 @@ class Dispatcher:
         if self.tracer is not None:
             self.tracer.on_batch(worker, batch, done.batch_id, now, run_ns=done.run_ns)
         worker.batches += 1
+        if batch.is_shadow:
+            assert self.shadow is not None
+            return self.shadow.on_done(worker, done.run_ns, now)
         lane.on_ran(worker, batch.run_rows, done.run_ns, now)
         lane.virtual_ns += (done.run_ns - batch.expected_ns) / lane.config.weight
         copy = self._copy_out(worker, batch, done.run_ns)
@@ -174,6 +189,9 @@ class Dispatcher:
         batch = self._pop_batch(worker, failed.batch_id, now)
         if batch is None:
             return
+        if batch.is_shadow:
+            assert self.shadow is not None
+            return self.shadow.on_failed(worker, failed, now)
         if self.tracer is not None:
             self.tracer.on_batch(worker, batch, failed.batch_id, now, outcome=failed.code)
         worker.output_arena.give_back(batch.output)
@@ -199,17 +217,28 @@ class Dispatcher:
         for owner, copy in self._copies:
             if owner is worker:
                 deque(copy, maxlen=0)  # Finish before the arena is unmapped.
+        if self.observer is not None:
+            self.observer.on_lost(worker)
         self._workers.pop(worker.incarnation, None)
         running_id = worker.last_beat().batch_id
         batches = dict(worker.in_flight)
         worker.in_flight.clear()
         for batch_id, batch in batches.items():
+            if batch.is_shadow:
+                assert self.shadow is not None
+                self.shadow.on_lost(worker, was_running=batch_id == running_id, now=now_ns())
+                continue
             if self.tracer is not None:
                 self.tracer.on_batch(worker, batch, batch_id, now_ns(), outcome=LOST)
             for request in undo_parts(batch.parts):
                 error = after_loss(request, was_running=batch_id == running_id)
                 if error is not None and not request.is_over:
-                    log.error("%r of client `%s`: %s", request, request.terms.client, error)
+                    log.request_lost(
+                        model=request.lane.title,
+                        rows=request.rows,
+                        client=request.terms.client,
+                        reason=error.message,
+                    )
                 self._completion.fail_or_retry(request, error)
         self.pump()
 
@@ -261,9 +290,10 @@ class Dispatcher:
             sizes.pop()
             picks.pop()
         output = arena.lease(sum(sizes))
+        while output is None and self.observer is not None and self.observer.reclaim_output(worker):
+            output = arena.lease(sum(sizes))
         if output is None:
             return None
-        self._batch_id += 1
         parts: list[BatchPart] = []
         slices: list[Slice] = []
         waits_ns: list[int] = []
@@ -282,10 +312,8 @@ class Dispatcher:
             offset += sizes[index]
         run_rows = lane.rules.run_rows(rows)
         expected_ns = lane.cost_of(worker).predict_ns(run_rows)
-        worker.credits -= 1
-        worker.busy_until_ns = max(worker.busy_until_ns, now) + expected_ns
         batch = InFlightBatch(lane, parts, output, run_rows, now, expected_ns)
-        worker.in_flight[self._batch_id] = batch
+        batch_id = self.begin(worker, batch, now)
         worker.virtual_ns = max(worker.virtual_ns, lane.virtual_ns)
         lane.virtual_ns += expected_ns / lane.config.weight
         lane.counts[formed.reason] += 1
@@ -293,15 +321,23 @@ class Dispatcher:
         bucket = parts[0].request.shape
         deadline_ns = deadline_ns if deadline_ns < NEVER_NS else 0
         key = lane.model.key
-        return Execute(self._batch_id, key, run_rows, tuple(slices), bucket, deadline_ns, hops)
+        return Execute(batch_id, key, run_rows, tuple(slices), bucket, deadline_ns, hops)
 
-    def _send(self, worker: WorkerSlot, messages: list[Execute]) -> None:
+    def begin(self, worker: WorkerSlot, batch: InFlightBatch, now: int) -> int:
+        """Count a batch as in flight, with a credit of its worker; return its id."""
+        self._batch_id += 1
+        worker.credits -= 1
+        worker.busy_until_ns = max(worker.busy_until_ns, now) + batch.expected_ns
+        worker.in_flight[self._batch_id] = batch
+        return self._batch_id
+
+    def send(self, worker: WorkerSlot, messages: list[Execute]) -> None:
         """Send batches to a worker, or end it so that they run elsewhere."""
         assert worker.channel is not None
         try:
             worker.channel.send(encode(messages))
-        except OSError:
-            log.exception("sending to worker %d failed; ending the worker", worker.index)
+        except OSError as error:
+            worker_log.worker_send_failed(worker=worker.index, error=error)
             self.end_worker(worker)
 
     def _pop_batch(self, worker: WorkerSlot, batch_id: int, now: int) -> InFlightBatch | None:
@@ -338,10 +374,29 @@ class Dispatcher:
                     self._completion.release(request)
                 elif failure is not None:
                     self._completion.fail_or_retry(request, failure)
-                elif results is not None:
-                    self._completion.complete(request, results, run_ns)
+                else:
+                    self._accept(worker, batch, part, results, run_ns)
         finally:
-            arena.give_back(batch.output)
+            if self.observer is None or not self.observer.holds_output(batch.output):
+                arena.give_back(batch.output)
+
+    def _accept(
+        self,
+        worker: WorkerSlot,
+        batch: InFlightBatch,
+        part: BatchPart,
+        results: bytes | memoryview | None,
+        run_ns: int,
+    ) -> None:
+        """Offer the results of a part to observers, and deliver a request that is complete."""
+        request = part.request
+        if results is not None:
+            for shadow in request.lane.shadows:
+                shadow.offer(request, results)
+        if self.observer is not None:
+            self.observer.on_results(worker, batch, part, is_last=results is not None)
+        if results is not None:
+            self._completion.complete(request, results, run_ns)
 
     def _continue_copy(self) -> None:
         """Copy the next piece of large results, round-robin between the batches."""
@@ -362,8 +417,11 @@ def _step(steps: Iterator[None]) -> bool:
 
 
 def _available_workers(lane: Lane, reserved: set[WorkerSlot]) -> list[WorkerSlot]:
-    """Workers with a credit: most credits first, then earliest free."""
+    """Workers with a credit: most credits first, then with a GPU, then earliest free."""
     workers = [w for w in lane.workers.values() if w.credits and w not in reserved]
     if len(workers) > 1:
-        workers.sort(key=lambda worker: (-worker.credits, worker.busy_until_ns))
+        if lane.has_both_kinds:
+            workers.sort(key=lambda w: (-w.credits, w.device != "gpu", w.busy_until_ns))
+        else:
+            workers.sort(key=lambda worker: (-worker.credits, worker.busy_until_ns))
     return workers

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Final
 
+from iskander.auth.quota import Quota
 from iskander.auth.source import Source
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import LimitsConfig
@@ -32,6 +34,10 @@ class InputArena:
 
     Waiting sources get leases in turn. The last ninth of the arena is reserved for sources that
     hold at most eight times the memory that stays free, as in the queue of a lane.
+
+    Attributes:
+        quotas: Limits of grants, by the name of the grant; empty for none.
+        reclaimers: Each gives back a lease of a finished request, and returns False if it has none.
     """
 
     def __init__(
@@ -41,6 +47,8 @@ class InputArena:
         self.arena = Arena(capacity_bytes)
         self._reserve_bytes = reserve_of(self.arena.capacity_bytes // GRAIN_BYTES) * GRAIN_BYTES
         self.configure(limits)
+        self.reclaimers: list[Callable[[], bool]] = []
+        self.quotas: Mapping[str, Quota] = {}
         self._leased: dict[Source, int] = {}
         # By source, in round-robin order.
         self._waiting: dict[Source, deque[tuple[int, asyncio.Future[Lease]]]] = {}
@@ -73,6 +81,8 @@ class InputArena:
                 wanted=self._result_bytes,
             )
         self.arena.require_fits(input_bytes)
+        if self.quotas:
+            self._require_quota(request)
         if input_bytes > WHOLE_BYTES:
             return False
         source = request.terms.source
@@ -81,6 +91,8 @@ class InputArena:
         lease = self._lease(source, input_bytes)
         if lease is None:
             return False
+        if self.quotas:
+            self._enter_quota(request)
         try:
             for target, part in self._place(request, lease):
                 copy(target, part)
@@ -99,6 +111,9 @@ class InputArena:
         lane = request.lane
         lane.entering += 1
         try:
+            if self.quotas:
+                self._require_quota_capacity(request)
+                self._enter_quota(request)
             lease = await self._wait_for_lease(request)
             try:
                 lane.require_open(request, now_ns())
@@ -111,6 +126,9 @@ class InputArena:
                 request.lease = None
                 self._return(request.terms.source, lease)
                 raise
+        except BaseException:
+            _leave_quota(request)
+            raise
         finally:
             lane.entering -= 1
 
@@ -119,10 +137,76 @@ class InputArena:
         assert request.lease is not None
         self._return(request.terms.source, request.lease)
         request.lease = None
+        if request.quota is not None:
+            _leave_quota(request)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether requests wait for memory; then no lease is held."""
+        return bool(self._waiting)
+
+    def hold(self, request: Request) -> Lease:
+        """Keep the lease of a finished request for its observer, charged to no source.
+
+        The observer returns it to `arena`, and calls `grant_waiting` unless it reclaims.
+        """
+        lease = request.lease
+        assert lease is not None
+        request.lease = None
+        self._discharge(request.terms.source, lease)
+        if request.quota is not None:
+            _leave_quota(request)
+        return lease
+
+    def share(self, request: Request) -> Lease:
+        """Return the lease of a request to another holder, charged to no source after its end.
+
+        It is returned as that of `hold`.
+        """
+        assert request.lease is not None
+        request.lease.holders += 1
+        return request.lease
+
+    def grant_waiting(self) -> None:
+        """Grant leases to waiting requests after held leases were given back."""
+        self._grant_leases()
 
     def close(self) -> None:
         """Unmap the arena."""
         self.segment.close()
+
+    def _require_quota(self, request: Request) -> None:
+        """Require that the limits of the grant permit a request, and count it; once for each."""
+        quota = self.quotas.get(request.terms.source.tenant)
+        if quota is None or request.is_part:
+            return
+        sizes = request.whole or (request.rows, sum(map(len, request.tensors)))
+        now = now_ns()
+        try:
+            quota.require_size(sizes[0], sizes[1])
+            quota.require_capacity(sizes[0])
+            quota.take_rate(sizes[0], now)
+        except IskanderError as error:
+            request.lane.add_retry_hint(error, now)
+            request.lane.count_rejected(request, error)
+            raise
+
+    def _require_quota_capacity(self, request: Request) -> None:
+        """Check the outstanding rows again: others may have entered since `admit`."""
+        quota = self.quotas.get(request.terms.source.tenant)
+        if quota is not None and not request.is_part:
+            try:
+                quota.require_capacity(request.rows)
+            except IskanderError as error:
+                request.lane.add_retry_hint(error, now_ns())
+                request.lane.count_rejected(request, error)
+                raise
+
+    def _enter_quota(self, request: Request) -> None:
+        """Count the rows of a request as outstanding until `_leave_quota`."""
+        request.quota = quota = self.quotas.get(request.terms.source.tenant)
+        if quota is not None:
+            quota.outstanding_rows += request.rows
 
     def _place(
         self, request: Request, lease: Lease
@@ -183,13 +267,29 @@ class InputArena:
         return input_bytes <= self.arena.capacity_bytes // SMALL_SHARE
 
     def _lease(self, source: Source, input_bytes: int) -> Lease | None:
-        lease = self.arena.lease(input_bytes) if self._may_lease(source, input_bytes) else None
+        if not self._may_lease(source, input_bytes):
+            return None
+        lease = self.arena.lease(input_bytes)
+        while lease is None and self._reclaim():
+            lease = self.arena.lease(input_bytes)
         if lease is not None:
             self._leased[source] = self._leased.get(source, 0) + lease.length_bytes
         return lease
 
     def _may_lease(self, source: Source, input_bytes: int) -> bool:
-        """Whether another lease of a source leaves enough memory to other sources."""
+        """Whether another lease of a source leaves enough memory to other sources.
+
+        Held leases are given back before the answer is no.
+        """
+        while not self._leaves_enough(source, input_bytes):
+            if not self._reclaim():
+                return False
+        return True
+
+    def _reclaim(self) -> bool:
+        return any(reclaim() for reclaim in self.reclaimers)
+
+    def _leaves_enough(self, source: Source, input_bytes: int) -> bool:
         arena = self.arena
         free = arena.capacity_bytes - arena.leased_bytes - input_bytes
         if not arena.leased_bytes or free >= self._reserve_bytes:
@@ -199,12 +299,15 @@ class InputArena:
     def _return(self, source: Source, lease: Lease) -> None:
         """Release a lease, and grant leases to waiting sources."""
         self.arena.give_back(lease)
+        self._discharge(source, lease)
+        self._grant_leases()
+
+    def _discharge(self, source: Source, lease: Lease) -> None:
         left = self._leased[source] - lease.length_bytes
         if left:
             self._leased[source] = left
         else:
             del self._leased[source]
-        self._grant_leases()
 
     def _grant_leases(self) -> None:
         """Grant leases to waiting sources round-robin, to each in order of arrival.
@@ -232,3 +335,10 @@ class InputArena:
                 del self._waiting[source]
                 if entries:
                     self._waiting[source] = entries  # To the end of the round.
+
+
+def _leave_quota(request: Request) -> None:
+    """Stop to count the rows of a request, which its grant may have no limits for any more."""
+    quota, request.quota = request.quota, None
+    if quota is not None:
+        quota.outstanding_rows -= request.rows

@@ -46,6 +46,7 @@ from iskander.scheduling.metrics import LaneMetrics
 from iskander.scheduling.policies import make_policy
 from iskander.scheduling.queue import WaitingQueue
 from iskander.scheduling.request import NEVER_NS, Request
+from iskander.scheduling.shadow import Shadow
 
 if TYPE_CHECKING:
     from iskander.scheduling.worker_slot import WorkerSlot
@@ -74,6 +75,7 @@ class Lane:
     """The queue of one model version with its contract, cost models and workers.
 
     Attributes:
+        has_both_kinds: Workers with and without a GPU may load the model.
         quorum: Number of workers at which the model is ready.
         contract: None until the first worker has loaded the model.
         files_sha256: Hash of the model's files when the first worker loaded them; empty if unknown.
@@ -91,10 +93,12 @@ class Lane:
         is_stale: The model files have changed since it was loaded.
         quarantine: Quarantine in force; None: requests are accepted.
         outage: Why the remote server of the model cannot be reached; empty if it can.
+        absence: Why none of its workers can run, such as a lost GPU; empty if one can.
         unreachable: Batches in a row that failed because it could not be reached.
         is_isolated: It runs in a dedicated worker, because its batches crashed others.
         refusal: Error of a worker that could not load the model.
         entering: Number of requests before the queue: being read, or waiting for arena memory.
+        shadows: Select finished requests for other versions.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class Lane:
         recent: RecentValues | None = None,
     ) -> None:
         self.model = model
+        self.has_both_kinds = len(model.devices) > 1
         self.quorum = quorum
         self.contract: Contract | None = None
         self.files_sha256 = ""
@@ -126,9 +131,10 @@ class Lane:
         self.is_retired = self.is_stale = self.is_isolated = False
         self.refusal: IskanderError | None = None
         self.quarantine: Quarantine | None = None
-        self.outage = ""
+        self.outage = self.absence = ""
         self.unreachable = 0
         self.entering = 0
+        self.shadows: tuple[Shadow, ...] = ()
         self._newest: dict[str, Request] = {}
         self._margin = Margin()
         self._number = 0
@@ -144,9 +150,13 @@ class Lane:
         """Name and version for messages."""
         return f"{self.model.name}/{self.model.version}"
 
+    def is_for(self, worker: WorkerSlot) -> bool:
+        """Whether a worker loads the model: it is of its pool, with a device that it may use."""
+        return worker.pool == self.model.pool and worker.device in self.model.devices
+
     def pool_workers(self, workers: Iterable[Slot]) -> list[Slot]:
-        """The workers of the lane's pool."""
-        return [worker for worker in workers if worker.pool == self.model.pool]
+        """The workers that load the model."""
+        return [worker for worker in workers if self.is_for(worker)]
 
     @property
     def is_pending(self) -> bool:
@@ -206,9 +216,10 @@ class Lane:
 
     def set_contract(self, contract: Contract) -> None:
         """Apply the contract that the first worker compiled."""
-        self.contract = contract
+        # Last, because it may raise for the contract of a faulty worker.
         self.layouts_by_bucket = tuple(map(LayoutCache, variants(contract)))
         self._make_rules(contract)
+        self.contract = contract
 
     def _make_rules(self, contract: Contract) -> None:
         rules = make_rules(
@@ -256,8 +267,9 @@ class Lane:
         if self.outage:
             raise self.outage_error()
         if not self.is_open or self.contract is None:
+            reason = f": {self.absence}" if self.absence else ""
             raise NotReady(
-                f"model `{self.title}` has no ready worker",
+                f"model `{self.title}` has no ready worker{reason}",
                 model=self.model.name,
                 retry_after_ms=RETRY_NOT_READY_MS,
             )

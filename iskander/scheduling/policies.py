@@ -12,7 +12,6 @@ Source: earliest deadline first (Liu and Layland, 1973); start-time fair queuein
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from math import isfinite
@@ -21,6 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from iskander.clock import NS_PER_MS, NS_PER_S
 from iskander.config.models import LaneConfig
 from iskander.errors import ConfigError
+from iskander.logs import requests as log
 from iskander.scheduling.request import NEVER_NS, PRIORITY_MAX, Request
 
 ENTRY_POINTS: Final = "iskander.policies"
@@ -36,8 +36,6 @@ _WEIGHTS: Final = CADENCE_WEIGHT + URGENCY_WEIGHT + STEPS_WEIGHT + PRIORITY_WEIG
 POINTS: Final = 10
 """Points of a score that are worth `patience_ms`."""
 SCORE_MAX: Final = 1000.0
-
-log: Final = logging.getLogger("iskander.policies")
 
 
 class Policy(Protocol):
@@ -254,10 +252,10 @@ class ScoredPolicy(Fifo):
         )
         try:
             score = float(self._score(scorable))
-        except Exception:
+        except Exception as error:
             # User code must not lose a request; it is logged once.
             if not self._has_failed:
-                log.exception("a scoring function failed; its requests get the score 0")
+                log.scoring_function_failed(error=error)
             self._has_failed = True
             score = 0.0
         score = min(max(score, -SCORE_MAX), SCORE_MAX) if isfinite(score) else 0.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from iskander.auth.quota import Quota
 from iskander.auth.source import UNKNOWN_SOURCE, Source
 from iskander.clock import NS_PER_MS
 from iskander.errors import IskanderError
@@ -99,6 +100,8 @@ class Request:
         kills: Workers that died while running it.
         losses: Workers that died while holding it.
         is_part: A later part of a client's batch that was admitted with the first part.
+        whole: Rows and input bytes of the batch, if this is the first of several parts.
+        quota: Quota of its grant that counts its rows, from its lease to its end.
         is_waiting: It is in the queue.
         is_over: It was answered, or its caller is gone.
         queued_before: With tracing, the number of queued requests at its admission.
@@ -108,8 +111,8 @@ class Request:
     __slots__ = (
         "arrived_ns", "body_offset", "caller", "deadline_ns", "expires_ns", "input_bytes",
         "is_alone", "is_over", "is_part", "is_waiting", "kills", "lane", "layout", "lease",
-        "losses", "number", "queued_before", "queued_ns", "rank", "results", "rows", "run_ns",
-        "running", "runs", "sent_ns", "shape", "tensors", "terms", "todo",
+        "losses", "number", "queued_before", "queued_ns", "quota", "rank", "results", "rows",
+        "run_ns", "running", "runs", "sent_ns", "shape", "tensors", "terms", "todo", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -155,6 +158,8 @@ class Request:
         self.is_part = self.is_waiting = self.is_over = False
         self.kills = self.losses = self.queued_before = 0
         self.runs: tuple[BatchRun, ...] = ()
+        self.whole: tuple[int, int] | None = None
+        self.quota: Quota | None = None
 
     @property
     def waiting_rows(self) -> int:

@@ -7,6 +7,7 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
 from operator import itemgetter
 from typing import TypeAlias
@@ -16,6 +17,7 @@ import numpy as np
 from iskander.contract.rows import Rows
 from iskander.memory.chunked_copy import PIECE_BYTES, WHOLE_BYTES, copy_in_pieces
 from iskander.scheduling.request import Request
+from iskander.scheduling.result_strings import require_result_strings
 from iskander.scheduling.worker_slot import BatchPart
 
 Copying: TypeAlias = Generator[None, None, bytes | memoryview | None]
@@ -30,7 +32,12 @@ def copy_small_results(part: BatchPart, arena: memoryview) -> bytes | None:
     outputs = request.lane.layouts.outputs
     if outputs.has_strings:
         output = output[: outputs.string_ranges(output, part.rows)[1]]
-    return output.tobytes() if output.nbytes <= WHOLE_BYTES else None
+    if output.nbytes > WHOLE_BYTES:
+        return None
+    results = output.tobytes()
+    if outputs.has_strings:
+        deque(require_result_strings(outputs, memoryview(results), part.rows), maxlen=0)
+    return results
 
 
 def copy_results(part: BatchPart, arena: memoryview) -> Copying:
@@ -47,7 +54,10 @@ def copy_results(part: BatchPart, arena: memoryview) -> Copying:
     output = arena[offset : offset + size]
     if outputs.has_strings:
         size = outputs.string_ranges(output, rows)[1]
-    return (yield from _copy(output[:size]))
+    copy = yield from _copy(output[:size])
+    if outputs.has_strings:
+        yield from require_result_strings(outputs, copy, rows)
+    return copy
 
 
 def _copy(output: memoryview) -> Generator[None, None, memoryview]:
@@ -78,6 +88,7 @@ def _collect_strings(request: Request, first: int, rows: int, output: memoryview
     """Copy the results of some rows of a request; after the last rows, join all of them."""
     outputs = request.lane.layouts.outputs
     body = yield from _copy(output[: outputs.string_ranges(output, rows)[1]])
+    yield from require_result_strings(outputs, body, rows)
     if request.results is None:
         request.results = []
     assert isinstance(request.results, list)

@@ -9,7 +9,6 @@ Pure, except for the marks on the request and the log.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Final
 
 from iskander.errors import (
@@ -25,12 +24,11 @@ from iskander.errors import (
     RemoteUnavailable,
     detach,
 )
+from iskander.logs import requests as log
 from iskander.scheduling.request import Request
 
 if TYPE_CHECKING:
     from iskander.scheduling.worker_slot import BatchPart
-
-log: Final = logging.getLogger("iskander.dispatch")
 
 ROW_INDEPENDENT: Final = (
     Cancelled,
@@ -82,7 +80,7 @@ def after_loss(request: Request, *, was_running: bool) -> IskanderError | None:
 def results_error(request: Request, error: Exception) -> IskanderError:
     """The error of a request whose results cannot be copied; a retry would fail in the same way."""
     if not isinstance(error, IskanderError):
-        log.error("copying the results for %s failed", request.lane.title, exc_info=error)
+        log.result_copy_failed(model=request.lane.title, error=error)
         error = IskanderError("internal error: copying the results failed")
     return detach(error)  # Its frames hold views of the worker's arena.
 

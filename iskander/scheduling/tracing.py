@@ -8,6 +8,7 @@ Runs on: gateway loop. Source: W3C Trace Context.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
@@ -102,3 +103,52 @@ class Tracer(Protocol):
         error: IskanderError,
     ) -> None:
         """Record a call that failed before it had a request."""
+
+
+class Tracers:
+    """Several tracers as one."""
+
+    def __init__(self, tracers: Sequence[Tracer]) -> None:
+        self._tracers = tuple(tracers)
+
+    def on_batch(
+        self,
+        worker: WorkerSlot,
+        batch: InFlightBatch,
+        batch_id: int,
+        now_ns: int,
+        *,
+        run_ns: int = 0,
+        outcome: str = "",
+    ) -> None:
+        """Pass it on."""
+        for each in self._tracers:
+            each.on_batch(worker, batch, batch_id, now_ns, run_ns=run_ns, outcome=outcome)
+
+    def on_steps(self, worker: WorkerSlot, steps: tuple[tuple[str, int], ...]) -> None:
+        """Pass it on."""
+        for each in self._tracers:
+            each.on_steps(worker, steps)
+
+    def on_end(self, request: Request, method: Method, error: IskanderError | None) -> None:
+        """Pass it on."""
+        for each in self._tracers:
+            each.on_end(request, method, error)
+
+    def on_refused(
+        self,
+        method: Method,
+        context: TraceContext | None,
+        arrived_ns: int,
+        error: IskanderError,
+    ) -> None:
+        """Pass it on."""
+        for each in self._tracers:
+            each.on_refused(method, context, arrived_ns, error)
+
+
+def joined(tracers: Sequence[Tracer]) -> Tracer | None:
+    """Return tracers as one; None without any, so that the path of a batch makes no calls."""
+    if not tracers:
+        return None
+    return tracers[0] if len(tracers) == 1 else Tracers(tracers)

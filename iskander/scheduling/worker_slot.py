@@ -42,9 +42,12 @@ class InFlightBatch:
         run_rows: Number of rows that the model runs with, padding included.
         sent_ns: Send time.
         expected_ns: Predicted run time; 0 while the cost model has no data.
+
+    Attributes:
+        is_shadow: It is a shadow batch, without parts.
     """
 
-    __slots__ = ("expected_ns", "lane", "output", "parts", "run_rows", "sent_ns")
+    __slots__ = ("expected_ns", "is_shadow", "lane", "output", "parts", "run_rows", "sent_ns")
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class InFlightBatch:
         self.run_rows = run_rows
         self.sent_ns = sent_ns
         self.expected_ns = expected_ns
+        self.is_shadow = False
 
 
 class WorkerSlot:
@@ -69,6 +73,7 @@ class WorkerSlot:
     Args:
         index: Number of the slot in the placement plan.
         pool: The only model that the slot serves, as `NAME/VERSION`; empty for the shared pool.
+        device: Kind of the worker: `gpu` if it has one, else `cpu`.
 
     Attributes:
         group: Core group.
@@ -87,9 +92,10 @@ class WorkerSlot:
         beat: Memory in which the worker writes its heartbeat.
     """
 
-    def __init__(self, index: int, pool: str = "") -> None:
+    def __init__(self, index: int, pool: str = "", device: str = "cpu") -> None:
         self.index = index
         self.pool = pool
+        self.device = device
         self.incarnation = self.pid = self.group = 0
         self.credits = 0
         self.in_flight: dict[int, InFlightBatch] = {}

@@ -163,10 +163,12 @@ def _column(node: ast.expr) -> str | None:
     return None
 
 
-def _value(text: str, node: ast.expr) -> bool | int | float | str:
-    """Value of a literal, with its sign."""
+def _value(text: str, node: ast.expr, *, depth: int = 0) -> bool | int | float | str:
+    """Value of a literal, with its signs."""
+    if depth > DEPTH_MAX:
+        raise FilterError(f"filter has a number with more than {DEPTH_MAX} signs")
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        number = _value(text, node.operand)
+        number = _value(text, node.operand, depth=depth + 1)
         if type(number) in (int, float):
             return -number if isinstance(node.op, ast.USub) else number  # type: ignore[operator]
         _reject(text, node, "a sign needs a number")

@@ -242,16 +242,25 @@ def _read(path: Path, plan: Plan) -> dict[int, Finished]:
     # A line that ends in no line end was torn by a crash, even if it reads well.
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            each = Finished(**json.loads(line))
-            is_known = plan.units[each.index].name == each.name
-        except (ValueError, TypeError, IndexError) as error:
+            each = _decode_line(line)
+        except (ValueError, TypeError, RecursionError) as error:
             raise JobConflict(
                 f"{path}: line {number} is damaged; start again with --restart"
             ) from error
-        if not is_known:
+        is_unit = 0 <= each.index < len(plan.units)
+        if not is_unit or plan.units[each.index].name != each.name:
             raise JobConflict(f"{path}: line {number} is not of this plan; use --restart")
         finished[each.index] = each
     return finished
+
+
+def _decode_line(line: bytes) -> Finished:
+    """Decode a line; raises ValueError or TypeError if it is damaged."""
+    each = Finished(**json.loads(line))
+    numbers = {name: value for name, value in asdict(each).items() if name != "name"}
+    if not all(type(value) is int for value in numbers.values()):
+        raise ValueError(f"wanted numbers, got {numbers}")
+    return each
 
 
 def _open_lines(path: Path) -> int:

@@ -209,10 +209,7 @@ def decode_plan(text: bytes) -> Plan:
                 "start again with --restart"
             )
         return Plan(
-            units=tuple(
-                unit(index, locator, rows=rows, bytes=count)
-                for index, locator, rows, count in values["units"]
-            ),
+            units=tuple(map(_unit_of, range(len(values["units"])), values["units"])),
             fingerprint=values["fingerprint"],
             model=values["model"],
             version=values["version"],
@@ -221,7 +218,15 @@ def decode_plan(text: bytes) -> Plan:
             program=values["program"],
             schema=pa.ipc.read_schema(pa.py_buffer(base64.b64decode(values["schema"]))),
         )
-    except (ValueError, KeyError, TypeError, pa.ArrowInvalid) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OSError, pa.ArrowException) as error:
         raise JobConflict(
             f"plan is not readable ({type(error).__name__}); start again with --restart"
         ) from error
+
+
+def _unit_of(position: int, values: Any) -> Unit:  # noqa: ANN401
+    index, locator, rows, count = values
+    is_valid = index == position and isinstance(locator, dict) and type(count) is int
+    if not is_valid or not (rows is None or type(rows) is int):
+        raise ValueError(f"unit {position} is damaged")
+    return unit(position, locator, rows=rows, bytes=count)

@@ -20,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from iskander import clock
@@ -241,6 +242,9 @@ def prepared_server(
     config: str | None = None,
     listen: str = "",
     token: str | None = None,
+    is_unprotected: bool = False,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    model_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[PrivateServer]:
     """Prepare a server like `private_server`, for the caller to start; stop it at the end.
 
@@ -249,6 +253,9 @@ def prepared_server(
         config: Configuration, whose addresses are replaced.
         listen: `HOST:PORT` to listen on beside the unix socket; empty: none.
         token: Token for the wait until it is ready, if the configuration has tokens.
+        is_unprotected: Whether it may listen on the network without TLS or tokens.
+        settings: More values of `--set`, by `SECTION.KEY`.
+        model_settings: More keys of `[[models]]`, for a model without a configuration.
 
     Raises:
         ConfigError: The file does not exist.
@@ -261,16 +268,19 @@ def prepared_server(
             "model of --config"
         )
     with _folder() as folder:
-        settings: dict[str, Any] = {}
+        overrides = dict(settings)
         path = Path(given).absolute()
         if config is None:
             path = folder / "iskander.toml"
             table = {"name": model_name(given), "path": str(Path(given).absolute())}
+            table |= model_settings
             lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
             path.write_text("\n".join(["[[models]]", *lines]) + "\n")
             # The model is the caller's own, and a sandboxed load starts a process more.
-            settings["loading.sandbox"] = False
-        server = PrivateServer(settings, path, folder, listen=listen, token=token)
+            overrides["loading.sandbox"] = False
+        if is_unprotected:
+            overrides["access.allow_unprotected_network"] = ["server.address"]
+        server = PrivateServer(overrides, path, folder, listen=listen, token=token)
         try:
             yield server
         finally:

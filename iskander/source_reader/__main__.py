@@ -16,7 +16,6 @@ import resource
 import signal
 import socket
 import sys
-import traceback
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +24,8 @@ import pyarrow as pa
 
 from iskander.client import Client
 from iskander.errors import INTERNAL, IskanderError, LimitExceeded, ProtocolError
+from iskander.logs import workers as log
+from iskander.logs.stderr import set_up_child
 from iskander.source_reader.planning import plan
 from iskander.source_reader.reading import read
 from iskander.sources.messages import (
@@ -85,7 +86,7 @@ class Server:
             limit = f"limit {self._memory_bytes:,} bytes (`source_reads.memory_bytes`)"
             error = LimitExceeded(f"the process that reads the source needs more memory, {limit}")
         if not isinstance(error, IskanderError):
-            traceback.print_exception(error)
+            log.source_read_failed(error=error)
             error = IskanderError(INTERNAL)
         return error.to_wire()
 
@@ -125,6 +126,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True, metavar="PID")
     parser.add_argument("--memory", type=int, required=True, metavar="BYTES")
     arguments = parser.parse_args()
+    set_up_child()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != arguments.parent:
         sys.exit("the gateway ended before this process began")

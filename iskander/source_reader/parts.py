@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from iskander.decoders import thread_safe
+from iskander.decoders import DECODE_ERRORS, thread_safe
 from iskander.errors import LimitExceeded, ProtocolError
 from iskander.scoring.job import UNIT_BYTES
 from iskander.scoring.plan import Unit, total_rows
@@ -67,7 +67,7 @@ def decode_part(encoded: bytes) -> Part:
     try:
         text = zlib.decompressobj().decompress(encoded, DECODED_BYTES_MAX)
         return msgspec.msgpack.decode(text, type=Part)
-    except (zlib.error, msgspec.DecodeError) as error:
+    except (zlib.error, *DECODE_ERRORS) as error:
         raise ProtocolError(f"the part of a ticket cannot be read: {error}") from None
 
 

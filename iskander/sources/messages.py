@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from iskander.decoders import thread_safe
+from iskander.decoders import DECODE_ERRORS, thread_safe
+from iskander.errors import IskanderError, LimitExceeded, ReaderLost
 
 LENGTH: Final = struct.Struct("<I")
 HEAD: Final = struct.Struct("<BIIQ")
@@ -27,6 +28,9 @@ PARTS_BYTES_MAX: Final = 3 << 20
 """Bytes of all parts of a plan: gRPC clients accept answers of 4 MiB by default."""
 BATCH_BYTES: Final = 4 << 20
 """Bytes of a message above which the reader cuts a batch, unless it has one row."""
+
+
+_decode_error = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 class Kind(IntEnum):
@@ -46,6 +50,15 @@ class Kind(IntEnum):
     ERROR = 5
 
 
+class Head(NamedTuple):
+    """Header of a frame."""
+
+    kind: Kind
+    rows: int
+    metadata_bytes: int
+    body_bytes: int
+
+
 class Frame(NamedTuple):
     """A frame of a reader; `rows` is that of a batch."""
 
@@ -53,6 +66,31 @@ class Frame(NamedTuple):
     rows: int
     metadata: memoryview
     body: memoryview
+
+
+def read_head(raw: bytes | memoryview, frame_bytes: int) -> Head:
+    """Parse the header of a frame; its body has at most `frame_bytes` bytes.
+
+    Raises:
+        LimitExceeded: A row of the source is too large.
+        ReaderLost: The process sent something else.
+    """
+    kind, rows, metadata_bytes, body_bytes = HEAD.unpack(raw)
+    if metadata_bytes > METADATA_BYTES_MAX or body_bytes > frame_bytes:
+        limit = f"limit {frame_bytes:,} (`limits.message_bytes`)"
+        raise LimitExceeded(f"a row of the source has {body_bytes:,} bytes, {limit}")
+    try:
+        return Head(Kind(kind), rows, metadata_bytes, body_bytes)
+    except ValueError:
+        raise ReaderLost(f"the process that reads the source sent a frame of kind {kind}") from None
+
+
+def read_error(metadata: memoryview) -> IskanderError:
+    """Decode the metadata of `Kind.ERROR`; an error if it is no error."""
+    try:
+        return IskanderError.from_wire(_decode_error(metadata))
+    except DECODE_ERRORS:
+        return ReaderLost("the process that reads the source sent an error that cannot be read")
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):

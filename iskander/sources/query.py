@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from iskander.config.sources import Filter, Names, UnitRows
-from iskander.decoders import thread_safe
+from iskander.decoders import DECODE_ERRORS, thread_safe
 from iskander.errors import MalformedInput
 
 PATH_CHARACTERS_MAX: Final = 1024
@@ -51,7 +51,7 @@ def read_query(command: bytes) -> SourceQuery:
     """
     try:
         query = msgspec.json.decode(command, type=SourceQuery)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise MalformedInput(
             f'the command is not a query of a source, such as {{"source": NAME}}: {error}'
         ) from None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 import subprocess
@@ -24,16 +23,18 @@ import msgspec
 from iskander.auth.source import Source
 from iskander.config.sources import SourceReadsConfig
 from iskander.errors import IskanderError, LimitExceeded, Overloaded, ReaderLost
+from iskander.logs import workers as log
 from iskander.sources.messages import (
     HEAD,
     LENGTH,
-    METADATA_BYTES_MAX,
     REQUEST_BYTES_MAX,
     Envelope,
     Frame,
     Kind,
     PlanRequest,
     Request,
+    read_error,
+    read_head,
 )
 from iskander.sources.slots import FairSlots, SlotsFull
 
@@ -47,8 +48,6 @@ STOP_S: Final = 5.0
 RETRY_MS: Final = 1000
 
 ResultT = TypeVar("ResultT")
-
-log: Final = logging.getLogger("iskander.sources")
 
 
 class Reader:
@@ -115,16 +114,13 @@ class Reader:
             IskanderError: The error of the request.
             ReaderLost: The process has ended.
         """
-        head = await self._exactly(HEAD.size)
-        kind, rows, metadata_bytes, body_bytes = HEAD.unpack(head)
-        if metadata_bytes > METADATA_BYTES_MAX or body_bytes > self._frame_bytes:
-            limit = f"limit {self._frame_bytes:,} (`limits.message_bytes`)"
-            raise LimitExceeded(f"a row of the source has {body_bytes:,} bytes, {limit}")
-        data = await self._exactly(metadata_bytes + body_bytes)
-        frame = Frame(Kind(kind), rows, data[:metadata_bytes], data[metadata_bytes:])
+        head = read_head(await self._exactly(HEAD.size), self._frame_bytes)
+        size = head.metadata_bytes
+        data = await self._exactly(size + head.body_bytes)
+        frame = Frame(head.kind, head.rows, data[:size], data[size:])
         self.has_answered = frame.kind in (Kind.END, Kind.ERROR)
         if frame.kind is Kind.ERROR:
-            raise IskanderError.from_wire(msgspec.msgpack.decode(frame.metadata))
+            raise read_error(frame.metadata)
         return frame
 
     async def _exactly(self, count: int) -> memoryview:
@@ -270,7 +266,7 @@ class Readers:
         if reader in self._idle:
             self._idle.remove(reader)
             reader.kill()
-            log.warning("idle reader process %d ended", reader.pid)
+            log.source_reader_ended(reader_pid=reader.pid)
 
     def _release(self, reader: Reader, *, is_reusable: bool) -> None:
         if not is_reusable or reader.ended.done():

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections.abc import Callable
 
+from iskander.logs import models as log
 from iskander.scheduling.lane import Lane
-
-log = logging.getLogger("iskander.repository")
 
 THREADS_MAX = 4
 """Concurrent checks, including blocked ones. Each worker and generation has at most one pending."""
@@ -63,7 +61,7 @@ class FileFreshness:
                 await self._threads.acquire()
                 fingerprint = await self._start_thread(fingerprint_of, lane)
         except TimeoutError:
-            log.error("file check of %s timed out after %g s", lane.title, CHECK_S)
+            log.file_check_timed_out(model=lane.title, limit_s=CHECK_S)
         callback(fingerprint == lane.model.fingerprint)
         self.on_checked()
 
@@ -83,14 +81,14 @@ class FileFreshness:
             fingerprint = ""
             try:
                 fingerprint = fingerprint_of(lane)
-            except Exception:
-                log.exception("file check of %s failed", lane.title)
+            except Exception as failure:
+                log.file_check_failed(model=lane.title, error=failure)
             with contextlib.suppress(RuntimeError):  # The loop may be closed by then.
                 loop.call_soon_threadsafe(on_end, fingerprint)
 
         try:
             threading.Thread(target=check, name="isk-freshness", daemon=True).start()
         except RuntimeError as error:
-            log.error("file check of %s failed: %s", lane.title, error)
+            log.file_check_not_started(model=lane.title, reason=str(error))
             on_end("")
         return result

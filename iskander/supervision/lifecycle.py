@@ -25,6 +25,7 @@ class State(StrEnum):
     LEAVING = "leaving"
     STOPPING = "stopping"
     STOPPED = "stopped"
+    OUT_OF_SERVICE = "out of service"
 
 
 class Event(StrEnum):
@@ -42,6 +43,8 @@ class Event(StrEnum):
     TIMED_OUT = "timed out"
     STEADY = "steady"
     CRASH_LOOP = "crash loop detected"
+    DEVICE_LOST = "device lost"
+    DEVICE_RETURNED = "device returned"
     STOP = "stop"
 
 
@@ -73,42 +76,53 @@ ENDING = frozenset((State.STOPPING, State.STOPPED))
 _FAILED_BOOT = (Action.DETACH, Action.COUNT_BOOT, Action.SPAWN_LATER)
 _CRASHED = (Action.DETACH, Action.COUNT_CRASH, Action.SPAWN_LATER)
 _REPLACED = (Action.KEEP_OPEN, Action.CLOSE, Action.DRAIN)
+# At once: a process in a call of the driver may not end, and its batches run elsewhere.
+_RELEASED = (Action.KILL, Action.DETACH)
 
 TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (State.ABSENT, Event.SPAWN_DUE): (State.STARTING, (Action.SPAWN,)),
     (State.ABSENT, Event.ATTACHED): (State.LOADING, (Action.LOAD,)),
     (State.ABSENT, Event.CRASH_LOOP): (State.LOOPING, ()),
+    (State.ABSENT, Event.DEVICE_LOST): (State.OUT_OF_SERVICE, ()),
     (State.ABSENT, Event.STOP): (State.STOPPED, ()),
     (State.LOOPING, Event.SPAWN_DUE): (State.STARTING, (Action.SPAWN,)),
     (State.LOOPING, Event.ATTACHED): (State.LOADING, (Action.LOAD,)),
+    (State.LOOPING, Event.DEVICE_LOST): (State.OUT_OF_SERVICE, ()),
     (State.LOOPING, Event.STOP): (State.STOPPED, ()),
     (State.STARTING, Event.ATTACHED): (State.LOADING, (Action.LOAD,)),
     (State.STARTING, Event.EXITED): (State.ABSENT, (Action.COUNT_BOOT, Action.SPAWN_LATER)),
     (State.STARTING, Event.TIMED_OUT): (State.STARTING, (Action.KILL,)),
+    (State.STARTING, Event.DEVICE_LOST): (State.OUT_OF_SERVICE, (Action.KILL,)),
     (State.STARTING, Event.STOP): (State.STOPPED, (Action.KILL,)),
     (State.LOADING, Event.LOADED): (State.READY, (Action.OPEN,)),
     (State.LOADING, Event.LOAD_FAILED): (State.LOADING, (Action.KILL,)),
     (State.LOADING, Event.TIMED_OUT): (State.LOADING, (Action.KILL,)),
     (State.LOADING, Event.LOST): (State.ABSENT, _FAILED_BOOT),
     (State.LOADING, Event.DRAIN_REQUESTED): (State.LEAVING, (Action.DRAIN,)),
+    (State.LOADING, Event.DEVICE_LOST): (State.OUT_OF_SERVICE, _RELEASED),
     (State.LOADING, Event.STOP): (State.STOPPING, (Action.DRAIN,)),
     (State.READY, Event.LOST): (State.ABSENT, (Action.CLOSE, *_CRASHED)),
     (State.READY, Event.HUNG): (State.HUNG, (Action.CLOSE, Action.ABORT)),
     (State.READY, Event.DRAIN_REQUESTED): (State.LEAVING, _REPLACED),
     (State.READY, Event.RECYCLE_DUE): (State.LEAVING, _REPLACED),
     (State.READY, Event.STEADY): (State.READY, (Action.RESET_FAILURES,)),
+    (State.READY, Event.DEVICE_LOST): (State.OUT_OF_SERVICE, (Action.CLOSE, *_RELEASED)),
     (State.READY, Event.STOP): (State.STOPPING, (Action.CLOSE, Action.DRAIN)),
     (State.HUNG, Event.LOST): (State.ABSENT, _CRASHED),
     (State.HUNG, Event.TIMED_OUT): (State.HUNG, (Action.KILL,)),
+    (State.HUNG, Event.DEVICE_LOST): (State.OUT_OF_SERVICE, _RELEASED),
     (State.HUNG, Event.STOP): (State.STOPPING, ()),
     (State.LEAVING, Event.LOST): (State.ABSENT, (Action.DETACH, Action.SPAWN_NEXT)),
     (State.LEAVING, Event.HUNG): (State.HUNG, (Action.ABORT,)),
     (State.LEAVING, Event.TIMED_OUT): (State.LEAVING, (Action.KILL,)),
+    (State.LEAVING, Event.DEVICE_LOST): (State.OUT_OF_SERVICE, _RELEASED),
     (State.LEAVING, Event.STOP): (State.STOPPING, ()),
     (State.STOPPING, Event.LOST): (State.STOPPED, (Action.DETACH,)),
     (State.STOPPING, Event.HUNG): (State.STOPPING, (Action.ABORT,)),
     (State.STOPPING, Event.TIMED_OUT): (State.STOPPING, (Action.KILL,)),
     (State.STOPPED, Event.TIMED_OUT): (State.STOPPED, (Action.KILL,)),
+    (State.OUT_OF_SERVICE, Event.DEVICE_RETURNED): (State.ABSENT, (Action.SPAWN_NEXT,)),
+    (State.OUT_OF_SERVICE, Event.STOP): (State.STOPPED, ()),
 }
 
 _REPORTS = (Event.LOADED, Event.LOAD_FAILED, Event.DRAIN_REQUESTED)
@@ -119,18 +133,27 @@ _STALE = (Event.LOST, Event.EXITED, Event.TIMED_OUT)
 """Of a process that has ended; EXITED follows LOST, which has been handled."""
 _ONLY_ABSENT = (Event.SPAWN_DUE, Event.ATTACHED, Event.EXITED, Event.CRASH_LOOP)
 """Not for an attached process. Its exit is handled as LOST, at the end of its socket."""
+_DEVICE = (Event.DEVICE_LOST, Event.DEVICE_RETURNED)
+"""Of a slot that is stopping or stopped."""
+
+_NOT_STARTING = (Event.SPAWN_DUE, Event.LOST, Event.CRASH_LOOP, Event.DEVICE_RETURNED)
+_NOT_READY = (Event.LOADED, Event.LOAD_FAILED, Event.TIMED_OUT, Event.DEVICE_RETURNED)
+_NOT_DRAINING = (Event.RECYCLE_DUE, Event.STEADY)
+_NOT_OUT = (Event.SPAWN_DUE, Event.ATTACHED, Event.CRASH_LOOP, Event.DEVICE_LOST)
 
 _IGNORED_IN: dict[State, tuple[Event, ...]] = {
-    State.ABSENT: (*_REPORTS, *_SERVING, *_STALE),
-    State.LOOPING: (*_REPORTS, *_SERVING, *_STALE, Event.CRASH_LOOP),
-    State.STARTING: (*_REPORTS, *_SERVING, Event.SPAWN_DUE, Event.LOST, Event.CRASH_LOOP),
-    State.LOADING: (*_SERVING, *_ONLY_ABSENT),
-    State.READY: (*_ONLY_ABSENT, Event.LOADED, Event.LOAD_FAILED, Event.TIMED_OUT),
-    State.HUNG: (*_REPORTS, *_SERVING, *_ONLY_ABSENT),
+    State.ABSENT: (*_REPORTS, *_SERVING, *_STALE, Event.DEVICE_RETURNED),
+    State.LOOPING: (*_REPORTS, *_SERVING, *_STALE, Event.CRASH_LOOP, Event.DEVICE_RETURNED),
+    State.STARTING: (*_REPORTS, *_SERVING, *_NOT_STARTING),
+    State.LOADING: (*_SERVING, *_ONLY_ABSENT, Event.DEVICE_RETURNED),
+    State.READY: (*_ONLY_ABSENT, *_NOT_READY),
+    State.HUNG: (*_REPORTS, *_SERVING, *_ONLY_ABSENT, Event.DEVICE_RETURNED),
     # A load that began before the drain may still be reported.
-    State.LEAVING: (*_REPORTS, *_ONLY_ABSENT, Event.RECYCLE_DUE, Event.STEADY),
-    State.STOPPING: (*_REPORTS, *_ONLY_ABSENT, Event.RECYCLE_DUE, Event.STEADY, Event.STOP),
-    State.STOPPED: (*_REPORTS, *_SERVING, *_ONLY_ABSENT, Event.LOST, Event.STOP),
+    State.LEAVING: (*_REPORTS, *_ONLY_ABSENT, *_NOT_DRAINING, Event.DEVICE_RETURNED),
+    State.STOPPING: (*_REPORTS, *_ONLY_ABSENT, *_NOT_DRAINING, Event.STOP, *_DEVICE),
+    State.STOPPED: (*_REPORTS, *_SERVING, *_ONLY_ABSENT, Event.LOST, Event.STOP, *_DEVICE),
+    # Its killed process may end later.
+    State.OUT_OF_SERVICE: (*_REPORTS, *_SERVING, *_STALE, *_NOT_OUT),
 }
 
 IGNORED = frozenset((state, event) for state, events in _IGNORED_IN.items() for event in events)
@@ -170,7 +193,7 @@ def validate() -> None:
             assert rules == 1, f"{state}, {event}: {rules} rules instead of 1"
     for (state, event), (after, actions) in TABLE.items():
         _validate_rule(state, after, actions, f"{state}, {event}")
-    without_stop = set(Event) - {Event.STOP}
+    without_stop = set(Event) - {Event.STOP, Event.DEVICE_LOST}
     for state in State:
         stopped = reachable(step(state, Event.STOP)[0], Event)
         assert State.STOPPED in stopped <= ENDING, f"{state}: a stop does not lead to stopped"

@@ -10,18 +10,29 @@ import select
 import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from iskander.control.messages import Loaded, LoadFailed, ModelSpec, decode_to_gateway, encode
 from iskander.errors import IskanderError, ManifestError, NotReady
 from iskander.supervision.worker import worker_command
 
 
-def check_model(spec: ModelSpec, python: str, cores: int, wait_s: float) -> Loaded:
+def check_model(
+    spec: ModelSpec,
+    python: str,
+    cores: int,
+    wait_s: float,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Loaded:
     """Load a model in the interpreter `python` (empty: this one) on `cores` physical cores.
+
+    `variables` are added to the environment of the process.
 
     Raises ManifestError if the model cannot be loaded, NotReady after `wait_s`.
     """
-    code, raw = _run([*worker_command(python), "--try", str(cores)], encode(spec), wait_s)
+    command = [*worker_command(python), "--try", str(cores)]
+    code, raw = _run(command, encode(spec), wait_s, {**os.environ, **variables})
     if code or not raw:
         raise ManifestError(f"the interpreter exited with code {code} before the model was loaded")
     (answer,) = decode_to_gateway(raw)
@@ -31,7 +42,9 @@ def check_model(spec: ModelSpec, python: str, cores: int, wait_s: float) -> Load
     return answer
 
 
-def _run(command: list[str], payload: bytes, wait_s: float) -> tuple[int, bytes]:
+def _run(
+    command: list[str], payload: bytes, wait_s: float, environment: Mapping[str, str]
+) -> tuple[int, bytes]:
     """Run a command, kill its process group, and return its exit code and output.
 
     Input and output are files: a process that the model forks would keep a pipe open.
@@ -39,7 +52,9 @@ def _run(command: list[str], payload: bytes, wait_s: float) -> tuple[int, bytes]
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as target:
         source.write(payload)
         source.seek(0)
-        child = subprocess.Popen(command, stdin=source, stdout=target, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdin=source, stdout=target, start_new_session=True, env=environment
+        )
         pidfd = os.pidfd_open(child.pid)
         try:
             if not select.select([pidfd], [], [], wait_s)[0]:

@@ -9,7 +9,6 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +17,12 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.contract.tensors import require_output_space
 from iskander.control.messages import Load, Loaded, LoadFailed, Unload, Unloaded, encode
 from iskander.errors import IskanderError, ManifestError
+from iskander.logs import workers as log
 from iskander.scheduling.lane import Lane
 from iskander.supervision.file_freshness import FileFreshness
+from iskander.supervision.gpus.budgets import Share, shortage, spec_for
 from iskander.supervision.lifecycle import Event, State
 from iskander.supervision.worker import Worker
-
-log = logging.getLogger("iskander.supervisor")
 
 CHANGED = "its files have changed and differ from those of the serving workers"
 ACTIVE_STATES = (State.LOADING, State.READY)
@@ -66,6 +65,10 @@ class ModelLoader:
             return
         for key, lane in self.lanes.items():
             if self._is_due(worker, key, lane):
+                if why := self._lack_of_gpu_memory(worker, lane):
+                    if self._reject(worker, lane, ManifestError(why)):
+                        return
+                    continue
                 if lane.is_served and lane.workers:
                     self._check_files(worker, lane, self._load_if_current)
                 else:
@@ -77,7 +80,7 @@ class ModelLoader:
     def on_answer(self, worker: Worker, answer: Loaded | LoadFailed | Unloaded) -> None:
         """Process a worker's answer to a load or an unload."""
         if isinstance(answer, Unloaded):
-            log.info("worker %d unloaded generation %d", worker.index, answer.model)
+            log.worker_unloaded_model(worker=worker.index, generation=answer.model)
             return
         lane = self.lanes.get(answer.model)
         is_current_load = worker.loading_key == answer.model
@@ -120,8 +123,7 @@ class ModelLoader:
             is_loading = worker.state is State.READY and worker.loading_key is not None
             if is_loading and now_ns() - worker.load_started_ns > limit_ns:
                 limit_s = limit_ns // NS_PER_S
-                text = "load timeout: worker %d, limit %d s (`workers.start_s`)"
-                log.error(text, worker.index, limit_s)
+                log.worker_load_timed_out(worker=worker.index, limit_s=limit_s)
                 lane = self._pending_lane_of(worker)
                 if lane is not None and lane.contract is None:
                     text = f"load timeout: worker {worker.index} did not load it in {limit_s} s"
@@ -141,18 +143,41 @@ class ModelLoader:
         """Return whether a worker may load a model now."""
         if key in worker.models or key in worker.load_errors or lane.is_retired or lane.refusal:
             return False
-        if lane.model.pool != worker.plan.pool:
+        if not lane.is_for(worker):
             return False
         if lane.is_pending and not lane.is_required and lane.contract is None:
             # A new model may end its process: one worker tries first.
             return worker.state is State.READY and all(w.loading_key != key for w in self.workers)
         return True
 
+    def _lack_of_gpu_memory(self, worker: Worker, lane: Lane) -> str:
+        """Return why the GPU of a worker has no memory for a model; empty if it has.
+
+        The plan has checked the models of the configuration. Others, and new generations beside the
+        old ones, need the rest of the device's budget.
+        """
+        gpu = worker.plan.gpu
+        if gpu is None or not worker.plan.gpu_budget_bytes:
+            return ""
+        loaded = [
+            self.lanes[key]
+            for other in self.workers
+            if other.plan.gpu == gpu
+            for key in {*other.models, other.loading_key}
+            if key is not None and key in self.lanes
+        ]
+        # A model with the whole device is replaced by its own next generation.
+        if not lane.model.gpu_memory_bytes and {each.title for each in loaded} <= {lane.title}:
+            return ""
+        shares = [Share(each.title, each.model.gpu_memory_bytes) for each in (*loaded, lane)]
+        why = shortage(shares, worker.plan.gpu_budget_bytes)
+        return f"{gpu.description}: {why} (`gpu_memory_bytes`)" if why else ""
+
     def _load(self, worker: Worker, lane: Lane) -> None:
         assert worker.channel is not None
         worker.loading_title = lane.title
         worker.loading_key, worker.load_started_ns = lane.model.key, now_ns()
-        worker.channel.send(encode([Load(lane.model)]))
+        worker.channel.send(encode([Load(spec_for(lane.model, worker.device))]))
 
     def _start_next_loads(self, worker: Worker) -> None:
         """Start the next load of this worker and of all others that are idle and ready."""
@@ -222,15 +247,19 @@ class ModelLoader:
 
     def _accept(self, worker: Worker, lane: Lane, answer: Loaded) -> None:
         worker.models.add(answer.model)
-        text = "worker %d loaded %s in %.0f ms: %s, %d threads"
-        providers = ", ".join(answer.providers)
-        log.info(text, worker.index, lane.title, answer.load_ms, providers, answer.threads)
+        log.worker_loaded_model(
+            worker=worker.index,
+            model=lane.title,
+            load_ms=round(answer.load_ms),
+            providers=", ".join(answer.providers),
+            threads=answer.threads,
+        )
         if worker.state is State.READY:
             lane.workers[worker.incarnation] = worker
 
     def _reject(self, worker: Worker, lane: Lane, error: IskanderError) -> bool:
         """Record a load error; return whether it ended the worker."""
-        log.error("worker %d cannot serve %s: %s", worker.index, lane.title, error.message)
+        log.worker_refused_model(worker=worker.index, model=lane.title, reason=error.message)
         if lane.is_pending:
             lane.refusal = error
         elif lane.contract is None:

@@ -33,13 +33,13 @@ class NoWorkerTimeout:
 
     def update(self) -> None:
         """Update each lane's timer and `is_awaiting_worker` from worker states."""
-        replacing = {w.plan.pool for w in self.workers if w.is_replacement_pending}
-        leaving = {w.plan.pool for w in self.workers if w.state is State.LEAVING}
+        replacing = [w for w in self.workers if w.is_replacement_pending]
+        leaving = [w for w in self.workers if w.state is State.LEAVING]
         for key in self._timers.keys() - self.lanes.keys():
             self._timers.pop(key).cancel()
         for key, lane in self.lanes.items():
-            lane.is_awaiting_worker = lane.model.pool in replacing
-            if lane.workers or lane.model.pool in leaving:
+            lane.is_awaiting_worker = any(map(lane.is_for, replacing))
+            if lane.workers or any(map(lane.is_for, leaving)):
                 if key in self._timers:
                     self._timers.pop(key).cancel()
             elif key not in self._timers:

@@ -10,7 +10,6 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -18,9 +17,8 @@ from typing import Final
 from iskander.clock import NS_PER_MS
 from iskander.control.messages import Probe, Probed, encode
 from iskander.errors import IskanderError
+from iskander.logs import models as log
 from iskander.scheduling.lane import RETRY_OUTAGE_MS, Lane
-
-log = logging.getLogger("iskander.supervisor")
 
 FAILURES_MAX: Final = 5
 PROBE_S: Final = RETRY_OUTAGE_MS * NS_PER_MS / 1e9
@@ -47,7 +45,7 @@ class Outages:
         if lane.unreachable < FAILURES_MAX or lane.outage or lane.is_retired:
             return
         lane.outage = error.message
-        log.error("requests for model %s are rejected: %s", lane.title, error.message)
+        log.model_unreachable(model=lane.title, reason=error.message)
         self.reject_queued(lane, lane.outage_error())
         self._schedule(lane.model.key)
         self.on_change()
@@ -62,7 +60,7 @@ class Outages:
         if not answer.reason:
             lane.unreachable = 0
             self._timers.pop(answer.model).cancel()
-            log.warning("requests for model %s are accepted again", lane.title)
+            log.model_reachable(model=lane.title)
             self.on_change()
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""Placement plan: the gateway's cores, and core groups divided among the workers.
+"""Placement plan: the gateway's cores, core groups divided among the workers, and GPUs.
 
-Pure: the input is a `Topology`, and no affinity is set.
+Pure: the input is a `Topology` and the GPUs, and no affinity is set. `gpus.placement` decides about
+the workers with a GPU.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from iskander.config.models import REMOTE
+from iskander.config.models import REMOTE, ModelConfig
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
+from iskander.supervision.gpus.device import PREFIX, Gpu
+from iskander.supervision.gpus.placement import GpuGroup, gpu_groups, gpu_slots, select_gpus
 from iskander.supervision.topology import Topology, parse_cpu_list, render_cpu_list
 from iskander.supervision.worker import SlotPlan
 
 Item = TypeVar("Item")
 Cpus = tuple[int, ...]
 
+KINDS = ("auto", "l3")
+"""Values of `workers.groups` that follow the topology."""
 SPARE_CORES = 2
 """Physical cores that `server.cores = "auto"` leaves to the workers of the gateway's node: with
 fewer, the models would lose half of them or all."""
@@ -40,27 +45,47 @@ class PlacementPlan(NamedTuple):
     notes: tuple[str, ...]
 
 
-def plan(config: Config, topology: Topology) -> PlacementPlan:
-    """Reserve the gateway's cores and divide the core groups among the workers.
+def plan(config: Config, topology: Topology, gpus: Sequence[Gpu] = ()) -> PlacementPlan:
+    """Reserve the gateway's cores and divide core groups and GPUs among the workers.
 
-    Raises ConfigError if a cpu list is invalid or overlaps another one, or if cpus, workers or
-    compute threads exceed a limit.
+    Raises ConfigError if an entry of `workers.groups` is invalid or overlaps another one, if cpus,
+    workers or compute threads exceed a limit, or if models do not fit in the memory of a GPU.
     """
     listed = _listed_groups(config, topology)
+    kind = _kind_of_groups(config, listed)
     gateway, note = _gateway_cpus(config, topology, listed)
     notes = [note] if note else []
-    if config.workers.groups == "l3" and not topology.has_l3:
+    if kind == "l3" and not topology.has_l3:
         notes.append('workers.groups = "l3" uses NUMA nodes: the kernel reports no L3 cache')
     usable = topology.only(topology.numbers - set(gateway))
-    by_kind = usable.domains if config.workers.groups == "l3" else usable.nodes
-    groups = listed or list(by_kind.values())
-    if not groups:
+    if not usable.cpus:
         raise ConfigError(f'server.cores = "{config.server.cores}" leaves no cpu for a worker')
-    own, rest, shared_notes = _own_slots(config, topology, groups)
-    shared, remote = _shared_slots(config, topology, rest), _remote_slots(config, topology, groups)
-    placed = enumerate([*shared, *own, *remote])
-    slots = [msgspec.structs.replace(slot, index=at) for at, slot in placed]
+    selected = select_gpus(config, gpus)
+    on_cpus = _models_on_cpus(config, has_gpus=bool(selected))
+    needs_cores = bool(kind and (on_cpus or config.repository.path))
+    # Listed cpus are for the workers of their group only, if there are others.
+    free = usable.only(usable.numbers - set(chain.from_iterable(listed)))
+    devices, gpu_notes = gpu_groups(
+        selected, free if free.cpus else usable, keeps_cores=needs_cores
+    )
+    groups = listed
+    if kind:
+        taken = chain.from_iterable(each.cpus for each in devices if not each.shares_cores)
+        left = usable.only(usable.numbers - set(taken) if needs_cores else usable.numbers)
+        groups = list((left.domains if kind == "l3" else left.nodes).values())
+    elif not groups:
+        _require_no_cores(config, on_cpus)
+    own, rest, shared_notes = _own_slots(on_cpus, topology, groups, _shared_count(config, on_cpus))
+    shared = _shared_slots(config, topology, rest, on_cpus)
+    remote = _remote_slots(on_cpus, topology, groups)
+    accelerated = gpu_slots(config, _device_slots(devices, topology, len(groups)))
+    placed = enumerate([*shared, *accelerated, *own, *remote])
+    slots = [
+        msgspec.structs.replace(slot, index=at, hides_gpus=bool(accelerated) and slot.gpu is None)
+        for at, slot in placed
+    ]
     computing = slots[: len(slots) - len(remote)]
+    notes += gpu_notes
     notes += _notes_on_nodes(groups, topology)
     notes += _notes_on_shared_cores(gateway, computing, topology) + shared_notes
     _require_threads(config, slots)
@@ -68,20 +93,60 @@ def plan(config: Config, topology: Topology) -> PlacementPlan:
 
 
 def _listed_groups(config: Config, topology: Topology) -> list[Cpus]:
-    """Return the groups of `workers.groups` if it is a list, else none."""
+    """Return the cpu lists of `workers.groups`."""
     if isinstance(config.workers.groups, str):
         return []
     groups: list[Cpus] = []
     for index, text in enumerate(config.workers.groups):
+        if text.startswith(PREFIX) or text in KINDS:
+            continue
         where = f'workers.groups[{index}] = "{text}"'
         cpus = _parse_cpus(where, text, topology, "a cpu list")
         shared = sorted({cpu for group in groups for cpu in group} & set(cpus))
         if shared:
             raise ConfigError(f"{where}: the cpus {shared} are in another group too")
         groups.append(cpus)
-    if not groups:
+    if not config.workers.groups:
         raise ConfigError("workers.groups is an empty list: no worker could run")
     return groups
+
+
+def _kind_of_groups(config: Config, listed: list[Cpus]) -> str:
+    """Return `auto` or `l3` if core groups follow the topology, else an empty text."""
+    groups = config.workers.groups
+    if isinstance(groups, str):
+        return groups
+    kinds = [each for each in groups if each in KINDS]
+    if len(kinds) > 1 or (kinds and listed):
+        raise ConfigError(f"workers.groups: `{kinds[0]}` takes the cores of all other core groups")
+    return kinds[0] if kinds else ""
+
+
+def _models_on_cpus(config: Config, *, has_gpus: bool) -> list[ModelConfig]:
+    """Return the models with workers without a GPU.
+
+    A model with workers of its own that may use both has them on GPUs.
+    """
+    return [
+        model
+        for model in config.models
+        if "cpu" in model.devices
+        and not (has_gpus and model.own_workers and "gpu" in model.devices)
+    ]
+
+
+def _require_no_cores(config: Config, on_cpus: list[ModelConfig]) -> None:
+    """Raise ConfigError if a model needs a core group, and only GPUs are listed."""
+    only = [model.name for model in on_cpus if "gpu" not in model.devices]
+    if only:
+        text = "workers.groups lists only GPUs; add a cpu list, `auto` or `l3`"
+        raise ConfigError(f"model `{only[0]}` needs a core group: {text}")
+
+
+def _shared_count(config: Config, on_cpus: list[ModelConfig]) -> int:
+    """Return the workers of each group that need a core beside models' own ones."""
+    is_shared = bool(config.repository.path) or not all(model.own_workers for model in on_cpus)
+    return max(config.workers.count, 1) if is_shared else 0
 
 
 def _gateway_cpus(config: Config, topology: Topology, listed: list[Cpus]) -> tuple[Cpus, str]:
@@ -130,7 +195,7 @@ def _auto_cores(topology: Topology, used: set[int], processes: int) -> tuple[Cpu
 
 
 def _own_slots(
-    config: Config, topology: Topology, groups: list[Cpus]
+    models: list[ModelConfig], topology: Topology, groups: list[Cpus], shared: int
 ) -> tuple[list[SlotPlan], list[Cpus], list[str]]:
     """Place the workers that serve one model each: one core for each compute thread.
 
@@ -138,12 +203,11 @@ def _own_slots(
     rest of each group, and notes on shared cores.
     """
     rest, slots, notes = list(groups), [], []
-    shared = config.has_shared_models
-    models = [m for m in config.models if m.backend != REMOTE for _ in range(m.own_workers)]
-    for ordinal, model in enumerate(models):
+    computing = [m for m in models if m.backend != REMOTE for _ in range(m.own_workers)]
+    for ordinal, model in enumerate(computing):
         group = ordinal % len(groups)
         cores, threads = topology.only(rest[group]).cores, max(model.intra_threads, 1)
-        is_alone = len(cores) - threads >= (max(config.workers.count, 1) if shared else 0)
+        is_alone = len(cores) - threads >= shared
         if not is_alone:
             cores = topology.only(groups[group]).cores
             subject = f"a worker of model `{model.name}` shares cores with others"
@@ -157,15 +221,27 @@ def _own_slots(
     return slots, rest, notes
 
 
-def _remote_slots(config: Config, topology: Topology, groups: list[Cpus]) -> list[SlotPlan]:
+def _remote_slots(
+    models: list[ModelConfig], topology: Topology, groups: list[Cpus]
+) -> list[SlotPlan]:
     """Place the workers of remote models, which wait for servers, on all cpus of a group."""
-    models = [m for m in config.models if m.backend == REMOTE for _ in range(m.own_workers)]
+    remote = [m for m in models if m.backend == REMOTE for _ in range(m.own_workers)]
     slots = []
-    for ordinal, model in enumerate(models):
+    for ordinal, model in enumerate(remote):
         group = ordinal % len(groups)
         part = topology.only(groups[group])
         slot = _slot(0, group, _preferred_node(part, topology), part)
         slots.append(msgspec.structs.replace(slot, pool=model.pool, python=model.python))
+    return slots
+
+
+def _device_slots(devices: list[GpuGroup], topology: Topology, first: int) -> list[SlotPlan]:
+    """Return a slot for each device; their groups follow the core groups."""
+    slots = []
+    for group, device in enumerate(devices, first):
+        part = topology.only(device.cpus)
+        slot = _slot(0, group, _preferred_node(part, topology), part)
+        slots.append(msgspec.structs.replace(slot, gpu=device.gpu))
     return slots
 
 
@@ -179,9 +255,11 @@ def _preferred_node(part: Topology, topology: Topology) -> int | None:
     return next(iter(part.nodes)) if len(topology.nodes) > 1 and len(part.nodes) == 1 else None
 
 
-def _shared_slots(config: Config, topology: Topology, groups: list[Cpus]) -> list[SlotPlan]:
+def _shared_slots(
+    config: Config, topology: Topology, groups: list[Cpus], on_cpus: list[ModelConfig]
+) -> list[SlotPlan]:
     """Place the workers that serve all models."""
-    if not config.has_shared_models:
+    if not groups or not _shared_count(config, on_cpus):
         return []
     count = config.workers.count or len(groups)
     if count < len(groups):
@@ -256,7 +334,7 @@ def _require_threads(config: Config, slots: list[SlotPlan]) -> None:
         if model.parallel_execution:
             keys += f" and inter_threads = {model.inter_threads}"
         for slot in slots:
-            if slot.pool != model.pool:
+            if slot.pool != model.pool or slot.device not in model.devices:
                 continue
             threads = model.intra_threads or slot.cores
             if model.parallel_execution:

@@ -13,7 +13,6 @@ Runs on: gateway loop; `DeathRate` is pure.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,14 +24,13 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import WorkersConfig
 from iskander.control.messages import Hello
 from iskander.errors import IskanderError
+from iskander.logs import models as log
 from iskander.memory.heartbeat import model_digest
 from iskander.scheduling.lane import Lane, Quarantine
 from iskander.supervision.lifecycle import Event, State
 from iskander.supervision.model_loader import ModelLoader
 from iskander.supervision.worker import ProcessExit, Worker
 from iskander.transport.machine_memory import oom_kills
-
-log = logging.getLogger("iskander.supervisor")
 
 ISOLATED_MAX: Final = 4
 """Limit of isolated workers; further models are quarantined without one."""
@@ -169,13 +167,13 @@ class Quarantines:
     def _isolate(self, lane: Lane, index: int, cpus: tuple[int, ...]) -> None:
         """Move a model from the shared workers to one of its own."""
         deaths, window_s = self.settings.model_deaths, self.settings.model_deaths_s
-        text = "model %s moves to an isolated worker: %d deaths in %g s (`workers.model_deaths`)"
-        log.error(text, lane.title, deaths, window_s)
+        log.model_isolated(model=lane.title, deaths=deaths, window_s=window_s)
         lane.model = msgspec.structs.replace(lane.model, pool=lane.title)
         lane.is_isolated = True
         lane.quorum = 1
         self.loader.unload(lane)
-        shared = next(each.plan for each in self.workers if not each.plan.pool)
+        plans = [w.plan for w in self.workers if not w.plan.pool and w.device in lane.model.devices]
+        shared = next((each for each in plans if each.cpus == cpus), plans[0])
         cpus = cpus or shared.cpus
         plan = msgspec.structs.replace(shared, index=index, cpus=cpus, pool=lane.title)
         worker = Worker(plan, is_ours=self.is_first)
@@ -195,7 +193,7 @@ class Quarantines:
         if rate.quarantines == 1:
             deaths, window_s = settings.model_deaths, settings.model_deaths_s
             reason = f"its batches ended {deaths} workers within {window_s:g} s"
-        log.error("requests for model %s are rejected for %g s: %s", lane.title, pause_s, reason)
+        log.model_quarantined(model=lane.title, pause_s=pause_s, reason=reason)
         lane.quarantine = Quarantine(reason, int(pause_s * 1000))
         lane.counts["quarantines"] += 1
         self.reject_queued(lane, lane.quarantine_error())
@@ -204,7 +202,7 @@ class Quarantines:
         self.on_change()
 
     def _release(self, lane: Lane, rate: DeathRate) -> None:
-        log.warning("requests for model %s are accepted again", lane.title)
+        log.model_quarantine_ended(model=lane.title)
         self._timers.pop(lane.model.key, None)
         lane.quarantine = None
         rate.released_ns = now_ns()

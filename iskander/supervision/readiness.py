@@ -25,7 +25,9 @@ def reason_of(lane: Lane, workers: Sequence[Worker]) -> str:
     if ready >= lane.quorum:
         return ""
     missing = [w for w in lane.pool_workers(workers) if w.incarnation not in lane.workers]
-    failing = [w for w in workers if w.is_looping or (w in missing and w.failures)]
+    failing = [
+        w for w in workers if w.is_looping or (w in missing and (w.failures or w.device_error))
+    ]
     facts = [f"{ready} of {lane.quorum} workers are ready"] if lane.quorum > 1 else []
     facts += [_failure_of(worker) for worker in failing]
     with_load_error = [w for w in missing if lane.model.key in w.load_errors]
@@ -43,6 +45,8 @@ def _failure_of(worker: Worker) -> str:
         last = f"; last error: {worker.load_error}"
     else:
         last = f", the last{cause}" if cause else ""
+    if worker.device_error:
+        return f"{name}: {worker.device_error}"
     if worker.is_looping:
         return f"{name} is in a crash loop: {count} deaths in a row{last}"
     if worker.was_loaded:

@@ -9,17 +9,15 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import WorkersConfig
+from iskander.logs import workers as log
 from iskander.measurement.process_usage import resident_bytes
 from iskander.supervision.lifecycle import State
 from iskander.supervision.worker import NEVER, Worker
-
-log = logging.getLogger("iskander.supervisor")
 
 PERIOD_S = 1.0
 """Interval of memory checks; a check costs 10 us for each worker."""
@@ -75,7 +73,7 @@ class Recycling:
         else:
             return
         worker.is_recycling = True
-        log.info("worker %d is recycled: %s", worker.index, reason)
+        log.worker_recycled(worker=worker.index, reason=reason)
         self.on_due(worker)
 
     def _tick(self) -> None:

@@ -6,7 +6,6 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
@@ -14,13 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from iskander import __version__
 from iskander.config.schema import ArenaConfig, WorkersConfig
 from iskander.control import attach
 from iskander.control.channel import FRAME_BYTES_MAX
 from iskander.control.messages import Hello, Refused, Welcome, require_protocol
 from iskander.control.runtime_directory import Member
 from iskander.errors import IskanderError, ProtocolError
-from iskander.memory.backing import BackingOptions, log_backing
+from iskander.logs import gateway as gateway_log
+from iskander.logs import workers as log
+from iskander.memory.backing import BackingOptions
 from iskander.memory.heartbeat import HEARTBEAT_BYTES
 from iskander.memory.segment import Segment
 from iskander.supervision.lifecycle import State
@@ -28,8 +30,6 @@ from iskander.supervision.worker import Worker
 from iskander.transport.local_listener import LocalListener
 
 Register: TypeAlias = Callable[[socket.socket, int, Hello], Awaitable[None]]
-
-log = logging.getLogger("iskander.supervisor")
 
 FREE_STATES = (State.ABSENT, State.LOOPING, State.STARTING)
 
@@ -62,15 +62,22 @@ class RegistrationListener:
         attach.require_same_user(connection)
         hello = attach.read_hello(frame)
         require_protocol(hello.protocol)
+        _require_release(hello.version)
         pid, _ = attach.peer_of(connection)
         await self._register(connection, pid, hello)
 
     def _reject(self, connection: socket.socket, error: Exception) -> None:
-        log.warning("worker registration rejected: %s", str(error) or "no message received")
+        log.worker_registration_rejected(reason=str(error) or "no message received")
         if isinstance(error, TimeoutError):
             return  # A slow worker retries if it receives no answer.
         code = error.code if isinstance(error, IskanderError) else ProtocolError.code
         attach.send_answer(connection, Refused(code, str(error)))
+
+
+def _require_release(version: str) -> None:
+    """Reject a worker that waited through an upgrade; its service manager starts the new one."""
+    if version != __version__:
+        raise ProtocolError(f"the worker is of release {version}, and the gateway of {__version__}")
 
 
 def slot_for(workers: Iterable[Worker], pid: int, hello: Hello) -> Worker:
@@ -109,7 +116,10 @@ async def create_memory(worker: Worker, incarnation: int, pid: int, arena: Arena
         output.close()
         raise ProtocolError(f"worker slot {index} is {worker.state}")
     worker.attach(incarnation, pid, output, arena.output_bytes)
-    log_backing(log, f"output arena of worker {index}", worker.backing)
+    title = f"output arena of worker {index}"
+    gateway_log.output_arena_allocated(arena=title, backing=str(worker.backing))
+    for notice in worker.backing.notices:
+        gateway_log.output_arena_restricted(arena=title, notice=notice)
 
 
 def _close_segment(creation: asyncio.Future[Segment]) -> None:

@@ -10,7 +10,6 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,10 +20,9 @@ from iskander.config.schema import WorkersConfig
 from iskander.control.attach import LockFile
 from iskander.control.runtime_directory import ATTACH_SOCKET
 from iskander.errors import IskanderError, NotReady
+from iskander.logs import workers as log
 from iskander.supervision.lifecycle import BACKOFF_MAX_S, Event, State, backoff_s
 from iskander.supervision.worker import Child, ProcessExit, Worker
-
-log = logging.getLogger("iskander.supervisor")
 
 ADOPTION_POLL_S = 0.1
 """Poll interval for a worker of an earlier gateway, which may be busy."""
@@ -87,7 +85,7 @@ class Spawner:
         try:
             child, pidfd = worker.spawn(self.folder / ATTACH_SOCKET)
         except OSError as error:
-            log.error("worker %d failed to start: %s", worker.index, error)
+            log.worker_spawn_failed(worker=worker.index, reason=str(error))
             self.on_event(worker, Event.EXITED)
             return
         asyncio.get_running_loop().add_reader(pidfd, self._on_process_end, worker, child, pidfd)
@@ -100,8 +98,7 @@ class Spawner:
         if is_loop:
             pause_s = BACKOFF_MAX_S
             worker.is_looping = True
-            text = "worker %d is in a crash loop: %d deaths in a row; the next start is in %g s"
-            log.error(text, worker.index, worker.failures, pause_s)
+            log.worker_crash_loop(worker=worker.index, deaths=worker.failures, pause_s=pause_s)
         has_served = worker.has_been_ready and self.settings.spawn
         worker.is_replacement_pending = has_served and pause_s <= QUEUE_BACKOFF_MAX_S
         self._spawn_in(worker, pause_s)
@@ -109,8 +106,8 @@ class Spawner:
             self.on_event(worker, Event.CRASH_LOOP)
 
     def spawn_next(self, worker: Worker) -> None:
-        """Start a process at once after an orderly exit."""
-        worker.exit_counts["replaced"] += 1
+        """Start a process at once after an orderly exit, or when a lost device has returned."""
+        worker.exit_counts["device_lost" if worker.device_error else "replaced"] += 1
         self._spawn_in(worker, 0)
 
     def count_boot(self, worker: Worker) -> None:
@@ -122,8 +119,7 @@ class Spawner:
             title = worker.loading_title
             worker.load_error = f"model `{title}`: the worker ended during the load"
         detail = f": {worker.load_error}" if worker.load_error else ""
-        text = "worker %d ended before it had loaded its models: failure %d in a row%s"
-        log.error(text, worker.index, worker.failures, detail)
+        log.worker_boot_failed(worker=worker.index, failures=worker.failures, detail=detail)
 
     def count_crash(self, worker: Worker) -> None:
         """Count an unexpected exit after the models were loaded."""
@@ -161,7 +157,9 @@ class Spawner:
         last_exit = worker.last_exit
         assert last_exit is not None
         if last_exit.code:
-            log.warning("worker process %d ended %s%s", child.pid, last_exit, last_exit.explanation)
+            log.worker_process_exited(
+                worker_pid=child.pid, exit=str(last_exit), explanation=last_exit.explanation
+            )
         self.on_exit(worker, last_exit)
         if not is_current:
             return

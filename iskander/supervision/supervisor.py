@@ -1,8 +1,8 @@
 """Supervisor of the worker processes: feeds events to `lifecycle` and runs its actions.
 
 `spawner` starts processes, `registration` assigns slots, `model_loader` loads models, `watchdog`
-detects hangs, and `no_worker_timeout` and `outages` reject requests of lanes without workers or
-remote servers.
+detects hangs, `gpus.health` lost GPUs, and `no_worker_timeout` and `outages` reject requests of
+lanes without workers or remote servers.
 
 Runs on: gateway loop.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
@@ -25,12 +24,14 @@ from iskander.control.attach import open_channel
 from iskander.control.channel import Channel
 from iskander.control.runtime_directory import ATTACH_SOCKET, Member, ZmqPaths
 from iskander.errors import IskanderError, NotReady
+from iskander.logs import workers as log
 from iskander.memory.arena import usable_bytes
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.worker_slot import WorkerSlot
 from iskander.supervision.file_freshness import FileFreshness
+from iskander.supervision.gpus.health import GpuHealth
 from iskander.supervision.lifecycle import Action, Event, State, step, validate
 from iskander.supervision.model_loader import ModelLoader
 from iskander.supervision.no_worker_timeout import NoWorkerTimeout
@@ -42,8 +43,6 @@ from iskander.supervision.spawner import Spawner, Timers
 from iskander.supervision.watchdog import Watchdog
 from iskander.supervision.worker import SlotPlan, Worker
 from iskander.supervision.worker_messages import WorkerMessageReader
-
-log = logging.getLogger("iskander.supervisor")
 
 STEADY_S = 10.0
 """Service time after which a worker's failure count is reset."""
@@ -125,6 +124,7 @@ class Supervisor:
         )
         self._outages = Outages(lanes, reject, self.notify_change)
         dispatcher.on_unreachable = self._outages.on_unreachable
+        self.gpus = GpuHealth(workers, lanes, on_event, reject)
         on_exit = self._quarantines.on_exit
         self._spawner = Spawner(settings, folder, is_first, timers, on_event, on_exit)
         self._actions: dict[Action, Callable[[Worker], None]] = {
@@ -150,6 +150,7 @@ class Supervisor:
         self._watchdog.start()
         if self.member.is_first:
             self.recycling.start()
+            self.gpus.start()
             if self._settings.spawn:
                 self._spawner.fill(self.workers)
 
@@ -181,7 +182,7 @@ class Supervisor:
             self._on_event(worker, Event.STOP)
         limit_s = STOP_S + (self.config.server.drain_s if self.member.peers else 0)
         deadline_ns = now_ns() + int(limit_s * NS_PER_S)
-        while any(w.state is not State.STOPPED or w.child is not None for w in self.workers):
+        while any(map(_is_running, self.workers)):
             if now_ns() > deadline_ns:
                 for worker in self.workers:
                     self._on_event(worker, Event.TIMED_OUT)
@@ -196,7 +197,7 @@ class Supervisor:
     def release_workers(self) -> None:
         """Release all resources; the workers keep running for the peers or the next gateway."""
         timers = (self._timers, self._watchdog, self.recycling, self._no_worker_timeout)
-        for part in (*timers, self._quarantines, self._outages, self._listener):
+        for part in (*timers, self._quarantines, self._outages, self.gpus, self._listener):
             part.close()
         for worker in self.workers:
             if worker.channel is not None:
@@ -224,7 +225,7 @@ class Supervisor:
         worker.state, actions = step(before, event)
         if actions or worker.state is not before:
             worker.history.append((now_ns(), event, worker.state))
-            log.info("worker %d: %s, was %s, is %s", worker.index, event, before, worker.state)
+            log.worker_changed(worker=worker.index, change=event, before=before, after=worker.state)
         for action in actions:
             self._actions[action](worker)
         self._no_worker_timeout.update()
@@ -241,13 +242,16 @@ class Supervisor:
             self.models.by_key[message.model].metrics.on_stepped(message.steps)
             if self.dispatcher.tracer is not None:
                 self.dispatcher.tracer.on_steps(worker, message.steps)
+        elif isinstance(message, messages.Copied):
+            worker.copied_bytes["in"] += message.in_bytes
+            worker.copied_bytes["out"] += message.out_bytes
         elif isinstance(message, messages.Probed):
             self._outages.on_probed(message)
         elif isinstance(message, messages.Leaving):
             self._on_event(worker, Event.DRAIN_REQUESTED)
         elif isinstance(message, messages.Notice):
             worker.notices.append(message.text)
-            log.warning("worker %d: %s", worker.index, message.text)
+            log.worker_notice(worker=worker.index, notice=message.text)
         else:
             assert not isinstance(message, messages.Done | messages.Failed)
             self.loading.on_answer(worker, message)
@@ -255,7 +259,15 @@ class Supervisor:
 
     def on_malformed(self, worker: Worker, error: Exception) -> None:
         """End the worker, since the lost frame may have been the result of a batch."""
-        log.error("malformed frame from worker %d, which is killed: %s", worker.index, error)
+        log.worker_frame_malformed(worker=worker.index, reason=str(error))
+        self._end_worker(worker, worker.incarnation)
+
+    def on_unprocessable(
+        self, worker: Worker, message: messages.ToGateway, error: Exception
+    ) -> None:
+        """End a worker whose message is invalid here, or shows a bug."""
+        kind = type(message).__name__
+        log.worker_message_failed(worker=worker.index, kind=kind, error=error)
         self._end_worker(worker, worker.incarnation)
 
     def on_end(self, worker: Worker, channel: Channel) -> None:
@@ -301,8 +313,11 @@ class Supervisor:
 
     def _on_hung(self, worker: Worker, since_beat_ns: int) -> None:
         worker.was_stopped = worker.is_stopped
-        text = "worker %d hangs: no heartbeat for %d ms, %s"
-        log.error(text, worker.index, since_beat_ns // NS_PER_MS, _running_batch(worker))
+        log.worker_hung(
+            worker=worker.index,
+            silent_ms=since_beat_ns // NS_PER_MS,
+            running=_running_batch(worker),
+        )
         self._on_event(worker, Event.HUNG)
 
     def _set_timer(self, worker: Worker, delay_s: float, event: Event) -> None:
@@ -336,11 +351,14 @@ class Supervisor:
 
     def _detach(self, worker: Worker) -> None:
         if worker.in_flight:
-            log.error("worker %d has ended, %s", worker.index, _running_batch(worker))
+            log.worker_ended(worker=worker.index, running=_running_batch(worker))
         # Before the heartbeat is unmapped, which identifies the running batch.
-        self._quarantines.record_running_model(worker)
+        if not worker.device_error:
+            self._quarantines.record_running_model(worker)
         self.dispatcher.on_lost(worker)
         self.loading.on_lost(worker)
+        if worker.channel is not None:
+            self._loop.remove_reader(worker.channel)
         worker.detach()
 
     def _abort(self, worker: Worker) -> None:
@@ -357,6 +375,12 @@ class Supervisor:
         elif worker.channel is not None:
             self._loop.remove_reader(worker.channel)
             self._loop.call_soon(self._on_released, worker, worker.incarnation)
+
+
+def _is_running(worker: Worker) -> bool:
+    """Whether a shutdown waits for a worker: not for a killed process of a lost device."""
+    has_process = worker.child is not None and not worker.device_error
+    return worker.state is not State.STOPPED or has_process
 
 
 def _running_batch(worker: Worker) -> str:

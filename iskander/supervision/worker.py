@@ -22,6 +22,7 @@ from iskander.memory.backing import NO_MEMORY
 from iskander.memory.heartbeat import HEARTBEAT_BYTES
 from iskander.memory.segment import Segment
 from iskander.scheduling.worker_slot import CREDITS, WorkerSlot
+from iskander.supervision.gpus.device import Gpu, environment_of
 from iskander.supervision.lifecycle import Event, State
 
 HISTORY_MAX: Final = 32
@@ -87,6 +88,9 @@ class SlotPlan(msgspec.Struct, frozen=True):
         pool: The only model of the worker, as `NAME/VERSION`; empty for the shared pool.
         python: Interpreter of the worker; empty for the gateway's.
         domains: L3 domains of `cpus`, if the kernel reports any.
+        gpu: The only GPU that the worker sees.
+        gpu_budget_bytes: Memory of the GPU for models, of all its workers; 0 if unknown.
+        hides_gpus: A worker without a GPU sees none, because others of the plan have them.
     """
 
     index: int
@@ -97,6 +101,19 @@ class SlotPlan(msgspec.Struct, frozen=True):
     domains: tuple[int, ...] = ()
     pool: str = ""
     python: str = ""
+    gpu: Gpu | None = None
+    gpu_budget_bytes: int = 0
+    hides_gpus: bool = False
+
+    @property
+    def device(self) -> str:
+        """Kind of the worker: `gpu` or `cpu`."""
+        return "cpu" if self.gpu is None else "gpu"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the process that select its GPU."""
+        return environment_of(self.gpu) if self.gpu is not None or self.hides_gpus else {}
 
 
 def worker_command(python: str) -> list[str]:
@@ -141,6 +158,7 @@ class Worker(WorkerSlot):
         recycle_at: Value of `batches` at which the process is recycled.
         failures: Consecutive unexpected exits, without steady service between them.
         exit_counts: Exits by kind: crash, hang, boot_failure, replaced.
+        copied_bytes: Bytes that its processes copied to the GPU (in) and to the arenas (out).
         is_recycling: It exceeds a limit of batches or memory and is being replaced.
         is_replacement_pending: Its queues accept requests until the next process is ready.
         is_registering: The slot is reserved for a registration in progress.
@@ -148,12 +166,13 @@ class Worker(WorkerSlot):
         was_stopped: It hung because of a SIGSTOP.
         has_been_ready: The slot was ready at least once, the last time since `opened_ns`.
         was_loaded: The previous process had loaded its models.
+        device_error: Why its GPU cannot be used; empty if it can.
         notices: Requests that the system denied to the process, such as memory locks.
         history: Last events with their time and the state after them.
     """
 
     def __init__(self, plan: SlotPlan, *, is_ours: bool = True) -> None:
-        super().__init__(plan.index, plan.pool)
+        super().__init__(plan.index, plan.pool, plan.device)
         self.plan = plan
         self.group = plan.group
         self._is_ours = is_ours
@@ -161,11 +180,12 @@ class Worker(WorkerSlot):
         self.load_started_ns = self.opened_ns = 0
         self.child: Child | None = None
         self.loading_key: int | None = None
-        self.loading_title = self.load_error = ""
+        self.loading_title = self.load_error = self.device_error = ""
         self.load_errors: dict[int, str] = {}
         self.recycle_at = NEVER
         self.starts = self.failures = 0
         self.exit_counts: Counter[str] = Counter()
+        self.copied_bytes: Counter[str] = Counter()
         self.last_exit: ProcessExit | None = None
         self.is_recycling = self.is_replacement_pending = self.is_registering = False
         self.is_hung = self.was_stopped = self.was_loaded = self.has_been_ready = False
@@ -188,7 +208,7 @@ class Worker(WorkerSlot):
         command += ["--attach", str(attach_socket), "--group", str(self.plan.group)]
         if self.plan.pool:
             command += ["--pool", self.plan.pool]
-        environment = dict(os.environ, PYTHONFAULTHANDLER="1")
+        environment = dict(os.environ, PYTHONFAULTHANDLER="1", **self.plan.environment)
         environment.pop("NOTIFY_SOCKET", None)
         self.child, pidfd = start_process(command, environment)
         # Keeps the start off the gateway's cores; the worker pins itself later.

@@ -42,12 +42,15 @@ class WorkerMessageReader:
         count = 0
         for messages in self._messages(worker, channel):
             for message in messages:
-                if type(message) is Done:
-                    dispatcher.on_done(worker, message)
-                elif type(message) is Failed:
-                    dispatcher.on_failed(worker, message)
-                else:
-                    handler.on_message(worker, message)
+                try:
+                    if type(message) is Done:
+                        dispatcher.on_done(worker, message)
+                    elif type(message) is Failed:
+                        dispatcher.on_failed(worker, message)
+                    else:
+                        handler.on_message(worker, message)
+                except Exception as error:  # It ends its worker, and no other part of the gateway.
+                    handler.on_unprocessable(worker, message, error)
             count += len(messages) or 1
             if count >= MESSAGES_PER_TURN:
                 asyncio.get_running_loop().call_soon(self.read, worker, channel)
@@ -66,6 +69,6 @@ class WorkerMessageReader:
                 for frame in channel.receive():
                     yield decode_to_gateway(frame)
                 is_read = True
-            except (ValueError, ProtocolError) as error:
+            except (ValueError, RecursionError, ProtocolError) as error:
                 self._handler.on_malformed(worker, error)
                 yield []

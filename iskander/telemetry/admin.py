@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
 import socket
 from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from starlette.routing import Route
 from iskander.clock import NS_PER_MS, now_ns
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
+from iskander.logs import gateway as log
 from iskander.telemetry.status import Status
 from iskander.transport.addresses import HTTP_INSTALL, PORT_MAX
 from iskander.transport.connection_limits import ConnectionLimits
@@ -33,8 +33,6 @@ from iskander.transport.http1.listener import Http1Listener
 
 if TYPE_CHECKING:
     from iskander.telemetry.page.renderer import PageRenderer
-
-log = logging.getLogger("iskander.admin")
 
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HTML_TYPE = "text/html; charset=utf-8"
@@ -93,7 +91,7 @@ class AdminServer:
             if find_spec("jinja2") is not None:
                 pages["/"] = self._page
             else:
-                log.warning("no page at admin.address: jinja2 is not installed: %s", HTTP_INSTALL)
+                log.page_missing(install=HTTP_INSTALL)
         app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
         app.router.redirect_slashes = False
         self._listener = Http1Listener(app, CONNECTIONS_MAX, limits, slack=0, life_s=CONNECTION_S)

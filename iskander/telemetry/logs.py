@@ -1,48 +1,32 @@
-"""Logging to stderr, as text or JSON."""
+"""Set-up of the gateway's log: format, level, and the levels of other libraries."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
-import msgspec
-
 from iskander.config.schema import AdminConfig
+from iskander.logs import gateway as log
+from iskander.logs.stderr import FORMAT_VARIABLE, StderrHandler, set_up
 from iskander.telemetry.events import LOGGERS
-
-
-class _JsonFormatter(logging.Formatter):
-    def __init__(self, process: int | None) -> None:
-        super().__init__()
-        self._own: dict[str, object] = {} if process is None else {"process": process}
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = self._own | {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
 
 
 def set_up_logs(config: AdminConfig, process: int | None = None) -> None:
     """Log to stderr; `process` is the index of a process of several."""
-    handler = logging.StreamHandler(sys.stderr)
-    if config.log_format == "json":
-        handler.setFormatter(_JsonFormatter(process))
-    else:
-        number = "" if process is None else f" [{process}]"
-        line = f"%(asctime)s %(levelname).1s{number} %(name)s: %(message)s"
-        handler.setFormatter(logging.Formatter(line, "%H:%M:%S"))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
+    os.environ[FORMAT_VARIABLE] = config.log_format  # For the workers and other child processes.
+    tag = "" if process is None else str(process)
+    handler = set_up(config.log_format, process=process, tag=tag)
     level = logging.getLevelNamesMapping()[config.log_level.upper()]
     handler.setLevel(level)
-    root.setLevel(level)
+    logging.getLogger().setLevel(level)
     for name in LOGGERS:
-        # The page shows their records, also those that the log omits.
+        # The page and the event stream have their records, also those that the log omits.
         logging.getLogger(name).setLevel(min(level, logging.INFO))
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+    sys.excepthook = lambda _, error, __: log.gateway_crashed(error=error)
+
+
+def are_logs_set_up() -> bool:
+    """Return whether `set_up_logs` was called in this process."""
+    return any(isinstance(each, StderrHandler) for each in logging.getLogger().handlers)

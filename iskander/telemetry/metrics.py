@@ -38,16 +38,21 @@ from iskander.errors import (
     DeadlineUnreachable,
     DroppedFromQueue,
     ExecutionFailed,
+    LimitExceeded,
     NotReady,
     PermissionDenied,
     PoisonedRequest,
     QueueFull,
+    RateLimited,
     Unauthenticated,
 )
 from iskander.measurement.histogram import Histogram
 from iskander.measurement.process_usage import cpu_s, resident_bytes
 from iskander.scheduling.batcher import Reason
 from iskander.scheduling.lane import Lane
+from iskander.supervision.gpus.health import STATES as GPU_STATES
+from iskander.supervision.gpus.health import GpuState
+from iskander.supervision.gpus.readings import THROTTLES, XIDS
 from iskander.supervision.lifecycle import State
 from iskander.supervision.worker import Worker
 from iskander.telemetry.aggregate import RELOAD_VALID, RELOAD_VALID_AT
@@ -78,12 +83,20 @@ REFUSALS = tuple(
         DroppedFromQueue,
         NotReady,
         QueueFull,
+        RateLimited,
     )
 )
 FAILURES = tuple(f"failed.{kind.code}" for kind in (ExecutionFailed, PoisonedRequest))
 """Counters start at 0, because a rate over a first value is 0."""
+SAMPLE_OUTCOMES = (
+    "handed_over", "pressure", "held_limit", "expired", "queue_full", "not_running", "busy",
+    "process_lost", "worker_lost",
+)  # fmt: skip
+LOG_OUTCOMES = ("logged", "buffer_full", "write_failed", "spool_full", "unknown_column")
 READ_RESULTS = ("completed", "cancelled")
 REFUSED = (Unauthenticated.code, PermissionDenied.code)
+AUDITED = ("written", "logged", "dropped")
+OVER_QUOTA = (ClientOverShare, LimitExceeded, RateLimited)
 
 Source = TypeVar("Source")
 Value = Callable[[Source], float | Histogram]
@@ -238,6 +251,9 @@ WORKER_METRICS: tuple[Metric[Worker], ...] = (
            "for readiness.", lambda worker: worker.is_looping),
     _counter("iskander_worker_batches_total", "batches", "Batches that it completed.",
              lambda worker: worker.batches),
+    Metric("iskander_worker_copied_bytes_total", "counter", "bytes", ("direction",), "Bytes that "
+           "it copied between the arenas and its GPU: in or out; none without a GPU.",
+           lambda worker: [((way,), count) for way, count in sorted(worker.copied_bytes.items())]),
     _gauge("iskander_worker_batches_in_flight", "batches", "Batches in flight.",
            lambda worker: len(worker.in_flight)),
     _gauge("iskander_worker_credits", "batches", "Batches that it accepts beside those in flight.",
@@ -257,6 +273,69 @@ WORKER_METRICS: tuple[Metric[Worker], ...] = (
     _gauge("iskander_worker_resident_bytes", "bytes", "Resident memory of the process, with the "
            "arena pages that it has touched.",
            lambda worker: resident_bytes(worker.pid) if worker.pid else 0),
+)  # fmt: skip
+
+
+def _of_reading(name: str) -> Callable[[GpuState], Readings]:
+    """Read a field of the last reading; none without one, or if the device does not support it."""
+
+    def read(gpu: GpuState) -> Readings:
+        value = getattr(gpu.reading, name, None)
+        return [] if value is None else [((), value)]
+
+    return read
+
+
+def _gpu_gauge(name: str, unit: str, text: str, field: str) -> Metric[GpuState]:
+    return Metric(name, "gauge", unit, (), text, _of_reading(field))
+
+
+def _throttled(gpu: GpuState) -> Readings:
+    reading = gpu.reading
+    if reading is None:
+        return []
+    return [((reason,), reason in reading.throttles) for reason in THROTTLES.values()]
+
+
+def _ecc_errors(gpu: GpuState) -> Readings:
+    for kind in ("corrected", "uncorrected"):
+        for _, value in _of_reading(f"ecc_{kind}")(gpu):
+            yield (kind,), value
+
+
+def _xid_errors(gpu: GpuState) -> Readings:
+    known = {str(code): gpu.xids[str(code)] for code in XIDS}
+    yield from (((code,), count) for code, count in known.items())
+    yield ("other",), gpu.xids.total() - sum(known.values())
+
+
+GPU_LABELS = ("gpu", "uuid")
+GPU_METRICS: tuple[Metric[GpuState], ...] = (
+    Metric("iskander_gpu_state", "gauge", "", ("state",), "1 for the state of the GPU, 0 for the "
+           "others.", lambda gpu: [((state,), gpu.state == state) for state in GPU_STATES]),
+    Metric("iskander_gpu_reading_age_seconds", "gauge", "seconds", (), "Time since NVML answered "
+           "for the GPU; none before the first answer.",
+           lambda gpu: [] if gpu.age_s is None else [((), gpu.age_s)]),
+    _gpu_gauge("iskander_gpu_utilization_ratio", "", "Share of the last sample period in which a "
+               "kernel ran on the GPU; none for MIG slices.", "utilization"),
+    _gpu_gauge("iskander_gpu_memory_used_bytes", "bytes", "Used memory of the GPU, of all "
+               "programs.", "memory_used_bytes"),
+    _gpu_gauge("iskander_gpu_memory_total_bytes", "bytes", "Memory of the GPU.",
+               "memory_total_bytes"),
+    _gpu_gauge("iskander_gpu_temperature_celsius", "", "Temperature of the GPU.", "temperature_c"),
+    _gpu_gauge("iskander_gpu_power_watts", "", "Power draw of the card.", "power_w"),
+    Metric("iskander_gpu_throttled", "gauge", "", ("reason",), "Whether the clocks are lowered for "
+           "the reason.", _throttled),
+    Metric("iskander_gpu_ecc_errors_total", "counter", "errors", ("kind",), "Memory errors since "
+           "the driver was loaded: corrected or uncorrected.", _ecc_errors),
+    Metric("iskander_gpu_xid_errors_total", "counter", "errors", ("xid",), "Xid errors of the "
+           "driver by number, since the start of the gateway; `other` for rare numbers.",
+           _xid_errors),
+    _gpu_gauge("iskander_gpu_pcie_generation", "", "Current generation of the PCIe link; an idle "
+               "card lowers it.", "pcie_generation"),
+    _gpu_gauge("iskander_gpu_pcie_lanes", "", "Current width of the PCIe link.", "pcie_width"),
+    Metric("iskander_gpu_pcie_replays_total", "counter", "errors", (), "Repeated transfers on the "
+           "PCIe link.", _of_reading("pcie_replays")),
 )  # fmt: skip
 
 
@@ -322,6 +401,28 @@ GATEWAY_METRICS: tuple[Metric[MetricSources], ...] = (
            "requests by outcome: exported, failed (export error, or the export process ended), "
            "limited (`tracing.spans_per_s`) or queue_full (`tracing.queue`).",
            lambda gateway: [((name,), gateway.spans.get(name, 0)) for name in SPAN_OUTCOMES]),
+    Metric("iskander_samples_total", "counter", "requests", ("outcome",), "Sampled requests by "
+           "outcome: handed_over to the consumers, or dropped: pressure (a request needed the "
+           "memory), held_limit (`observation.held_requests`, `held_bytes`), expired "
+           "(`observation.held_s`), queue_full (the socket), busy (`observation.buffer_bytes`), "
+           "not_running or process_lost (the observer process), worker_lost.",
+           lambda gateway: [((name,), gateway.samples.get(name, 0)) for name in SAMPLE_OUTCOMES]),
+    _gauge("iskander_samples_held", "requests", "Sampled requests whose memory in the arenas is "
+           "held until it is copied.", lambda gateway: gateway.samples_held()[0]),
+    _gauge("iskander_samples_held_bytes", "bytes", "Bytes of this memory.",
+           lambda gateway: gateway.samples_held()[1]),
+    _counter("iskander_observer_starts_total", "starts", "Started observer processes.",
+             lambda gateway: gateway.observer_starts()),
+    Metric("iskander_prediction_log_samples_total", "counter", "requests", ("outcome",), "Requests "
+           "for the prediction log by outcome: logged (in a complete file), or dropped: "
+           "buffer_full (`prediction_log.buffer_bytes`), write_failed (in a file that could not be "
+           "written), spool_full (`prediction_log.spool_bytes`), unknown_column (`omit` or `hash` "
+           "names no column).",
+           lambda gateway: [((name,), gateway.log_counts().get(name, 0)) for name in LOG_OUTCOMES]),
+    _counter("iskander_prediction_log_files_total", "files", "Complete files of the prediction "
+             "log.", lambda gateway: gateway.log_counts().get("files", 0)),
+    _counter("iskander_prediction_log_bytes_total", "bytes", "Bytes of these files.",
+             lambda gateway: gateway.log_counts().get("bytes", 0)),
     _counter("iskander_source_rows_total", "rows", "Rows sent to readers of sources.",
              lambda gateway: gateway.read_counts.get("rows", 0)),
     _counter("iskander_source_bytes_total", "bytes", "Bytes of these rows.",
@@ -332,6 +433,23 @@ GATEWAY_METRICS: tuple[Metric[MetricSources], ...] = (
     Metric("iskander_access_refusals_total", "counter", "calls", ("code",), "Calls without a "
            "sufficient token.",
            lambda gateway: [((name,), gateway.refused.get(name, 0)) for name in REFUSED]),
+    Metric("iskander_audit_records_total", "counter", "records", ("result",), "Records of the "
+           "audit log: written to `access.audit_file`, logged, or dropped for a full queue.",
+           lambda gateway: [((name,), gateway.audited.get(name, 0)) for name in AUDITED]),
+    Metric("iskander_grant_outstanding_rows", "gauge", "rows", ("grant",), "Rows admitted and not "
+           "computed of each grant with limits; `(other)`: of those after the first 255.",
+           lambda gateway: [((name,), rows) for name, rows, _ in gateway.grants()]),
+    Metric("iskander_grant_requests_total", "counter", "requests", ("grant",), "Admitted requests "
+           "of each grant with limits.",
+           lambda gateway: [((name,), counts.get("requests", 0))
+                            for name, _, counts in gateway.grants()]),
+    Metric("iskander_grant_rows_total", "counter", "rows", ("grant",), "Rows of these requests.",
+           lambda gateway: [((name,), counts.get("rows", 0))
+                            for name, _, counts in gateway.grants()]),
+    Metric("iskander_grant_refusals_total", "counter", "requests", ("grant", "code"), "Requests "
+           "above the limits of their grant, by error code.",
+           lambda gateway: [((name, kind.code), counts.get(f"refused.{kind.code}", 0))
+                            for name, _, counts in gateway.grants() for kind in OVER_QUOTA]),
     _gauge("iskander_connections", "connections", "Open connections of all ports.",
            lambda gateway: gateway.connections()),
     _gauge("iskander_connections_limit", "connections", "Connections that the limit of file "
@@ -377,6 +495,7 @@ SCOPES: tuple[Scope, ...] = (
     ("gateway", (), GATEWAY_METRICS),
     ("model version", LANE_LABELS, LANE_METRICS),
     ("worker", WORKER_LABELS, WORKER_METRICS),
+    ("GPU", GPU_LABELS, GPU_METRICS),
 )
 
 
@@ -409,6 +528,9 @@ class Collector:
                 ((lane.model.name, lane.model.version), lane) for lane in gateway.models
             ],
             "worker": [((str(worker.index),), worker) for worker in gateway.models.workers],
+            "shadow version": [(pair.key, pair) for pair in gateway.shadows()],
+            "drift": [((model.model, model.version), model) for model in gateway.drift().models],
+            "GPU": [((state.gpu.number, state.gpu.uuid), state) for state in gateway.gpus],
         }
         for scope, labels, metrics in self._scopes:
             for metric in metrics:

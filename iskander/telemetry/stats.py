@@ -18,6 +18,8 @@ from iskander.clock import NS_PER_MS, NS_PER_US, now_ns
 from iskander.measurement.histogram import LATENCY_BOUNDS_NS, Histogram
 from iskander.measurement.process_usage import resident_bytes
 from iskander.scheduling.lane import Lane
+from iskander.supervision.gpus.health import GpuState
+from iskander.supervision.gpus.readings import GpuReading
 from iskander.supervision.worker import Worker
 from iskander.telemetry.metric_sources import MetricSources
 
@@ -57,6 +59,7 @@ def collect(sources: MetricSources) -> dict[str, Any]:
         },
         "lanes": {lane.title: _lane(lane, models.is_lane_ready(lane)) for lane in models},
         "workers": [_worker(worker, now_ns()) for worker in models.workers],
+        "gpus": [_gpu(state) for state in sources.gpus],
     }
 
 
@@ -121,6 +124,8 @@ def _worker(worker: Worker, now: int) -> dict[str, Any]:
         "cores": worker.plan.cores,
         "domains": worker.plan.domains,
         "node": worker.plan.node,
+        "gpu": None if worker.plan.gpu is None else worker.plan.gpu.number,
+        "device_error": worker.device_error,
         "state": worker.state.value,
         "incarnation": worker.incarnation,
         "pid": worker.pid,
@@ -130,6 +135,7 @@ def _worker(worker: Worker, now: int) -> dict[str, Any]:
         "starts": worker.starts,
         "failures": worker.failures,
         "ends": dict(worker.exit_counts),
+        "copied_bytes": dict(worker.copied_bytes),
         "looping": worker.is_looping,
         "output_leased_bytes": worker.output_arena.leased_bytes,
         "output_huge_bytes": worker.backing.huge_bytes,
@@ -141,6 +147,32 @@ def _worker(worker: Worker, now: int) -> dict[str, Any]:
             f"{(now - at_ns) // NS_PER_MS} ms ago: {event}, {state}"
             for at_ns, event, state in worker.history
         ],
+    }
+
+
+def _gpu(state: GpuState) -> dict[str, Any]:
+    gpu, reading, age_s = state.gpu, state.reading or GpuReading(state.gpu.uuid), state.age_s
+    return {
+        "gpu": gpu.number,
+        "uuid": gpu.uuid,
+        "pci": gpu.pci,
+        "name": gpu.name,
+        "profile": gpu.profile,
+        "state": state.state,
+        "reason": state.reason,
+        "age_s": None if age_s is None else round(age_s, 1),
+        "utilization": reading.utilization,
+        "memory_used_bytes": reading.memory_used_bytes,
+        "memory_total_bytes": reading.memory_total_bytes,
+        "temperature_c": reading.temperature_c,
+        "power_w": reading.power_w,
+        "throttles": reading.throttles,
+        "ecc_corrected": reading.ecc_corrected,
+        "ecc_uncorrected": reading.ecc_uncorrected,
+        "xids": dict(state.xids),
+        "pcie_generation": reading.pcie_generation,
+        "pcie_width": reading.pcie_width,
+        "pcie_replays": reading.pcie_replays,
     }
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import msgspec
 
 from iskander.decoders import thread_safe
+from iskander.telemetry.drift_status import DriftStatus
 from iskander.telemetry.events import Event
+from iskander.telemetry.shadow_status import OutputStatus, ShadowStatus
 
 MODELS_MAX = 100
 WORKERS_MAX = 64
+GPUS_MAX = 64
 MEMORY_MAX = 64
 PLOTS_MAX = 12
 """Models with a series of samples: those with the most requests."""
@@ -90,12 +93,14 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         starts: Processes that this gateway started for the slot.
         ends: Exits of its processes by kind.
         heartbeat_s: Age of the last heartbeat; null without a process.
-        notices: Requests that the system denied, such as memory locks.
+        gpu: Number of its GPU; empty without one.
+        notices: Requests that the system denied, such as memory locks, and the loss of its GPU.
     """
 
     index: int
     group: int
     pool: str
+    gpu: str = ""
     cpus: str
     state: str
     incarnation: int
@@ -106,6 +111,34 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     resident_bytes: int
     heartbeat_s: float | None
     notices: str
+
+
+class GpuStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU; a value that it does not report is null.
+
+    Attributes:
+        gpu: Number, as in `workers.groups`.
+        state: `ok`, `throttled`, `error`, `no answer`, `lost` or `unknown`.
+        utilization_percent: Share of time in which a kernel ran.
+        ecc_uncorrected: Memory errors since the driver was loaded.
+        xids: Xid errors by number.
+        age_s: Time since NVML answered.
+    """
+
+    gpu: str
+    name: str
+    state: str
+    reason: str = ""
+    utilization_percent: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+    xids: dict[str, int] = {}
+    pcie_replays: int | None = None
+    age_s: float | None = None
 
 
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,9 +176,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     processes: list[ProcessStatus]
     models: list[ModelStatus]
     workers: list[WorkerStatus]
+    gpus: list[GpuStatus] = []
     memory: list[MemoryStatus]
     events: list[Event]
     left_out: dict[str, int]
+    shadows: list[ShadowStatus] = []
+    shadow_outputs: list[OutputStatus] = []
+    drift: list[DriftStatus] = []
 
 
 def listed(models: list[ModelStatus]) -> list[ModelStatus]:

@@ -15,7 +15,14 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
+from iskander.telemetry.drift_status import DRIFT_MAX, worst_first
 from iskander.telemetry.events import EVENTS_MAX, Event
+from iskander.telemetry.shadow_status import (
+    OUTPUTS_MAX,
+    SHADOWS_MAX,
+    merge_outputs,
+    merge_shadows,
+)
 from iskander.telemetry.status import (
     CODES_MAX,
     MEMORY_MAX,
@@ -48,6 +55,9 @@ def merge(
     shown = listed(models)
     with_plots = plotted(shown)
     memory = [each for document in answered for each in document.memory]
+    shadows = merge_shadows(each for document in answered for each in document.shadows)
+    outputs = merge_outputs(each for document in answered for each in document.shadow_outputs)
+    drift = worst_first(each for document in answered for each in document.drift)
     first = answered[0] if answered else own
     return replace(
         own,
@@ -60,13 +70,20 @@ def merge(
             for model in shown
         ],
         workers=first.workers,
+        gpus=first.gpus,
         memory=memory[:MEMORY_MAX],
+        shadows=shadows[:SHADOWS_MAX],
+        shadow_outputs=outputs[:OUTPUTS_MAX],
+        drift=drift[:DRIFT_MAX],
         events=_merge_events(own.events, processes, documents),
         left_out={
             "reasons": max(len(reasons) - REASONS_MAX, 0),
             "models": len(models) - len(shown) + _left_out(answered, "models"),
             "workers": first.left_out.get("workers", 0),
             "memory": max(len(memory) - MEMORY_MAX, 0) + _left_out(answered, "memory"),
+            "shadows": _left_out(answered, "shadows"),
+            "shadow_outputs": _left_out(answered, "shadow_outputs"),
+            "drift": max(len(drift) - DRIFT_MAX, 0) + _left_out(answered, "drift"),
         },
     )
 

@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from heapq import nlargest
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from msgspec.structs import replace
 
@@ -20,16 +20,23 @@ from iskander.measurement.histogram import Histogram
 from iskander.measurement.process_usage import resident_bytes
 from iskander.repository.models import ModelStatus as ModelEntry
 from iskander.scheduling.lane import Lane
+from iskander.supervision.gpus.health import GpuState
+from iskander.supervision.gpus.readings import GpuReading
 from iskander.supervision.topology import render_cpu_list
 from iskander.supervision.worker import Worker
+from iskander.telemetry.drift_status import DRIFT_MAX, list_columns
 from iskander.telemetry.events import EventLog, shorten
 from iskander.telemetry.history import INTERVAL_S, History, complete_tick
 from iskander.telemetry.metric_sources import MetricSources
+from iskander.telemetry.shadow_reader import read_outputs, read_shadow
+from iskander.telemetry.shadow_status import OUTPUTS_MAX, SHADOWS_MAX
 from iskander.telemetry.status import (
     CODES_MAX,
+    GPUS_MAX,
     MEMORY_MAX,
     REASONS_MAX,
     WORKERS_MAX,
+    GpuStatus,
     MemoryStatus,
     ModelStatus,
     ProcessStatus,
@@ -74,6 +81,10 @@ class StatusReader:
             if index % WORKERS_PER_STEP == 0:
                 await asyncio.sleep(0)
         memory = list(self._memory())
+        pairs = sorted(sources.shadows(), key=attrgetter("key"))
+        outputs = [output for pair in pairs[:SHADOWS_MAX] for output in read_outputs(pair)]
+        await asyncio.sleep(0)
+        drift = list_columns(sources.drift(), self._process)
         shown = listed(models)
         await self._add_series(shown)
         return Status(
@@ -87,13 +98,20 @@ class StatusReader:
             processes=[self._own_process(is_ready=not reasons)],
             models=shown,
             workers=workers,
+            gpus=[_gpu(state) for state in sources.gpus[:GPUS_MAX]],
             memory=memory[:MEMORY_MAX],
+            shadows=[read_shadow(pair) for pair in pairs[:SHADOWS_MAX]],
+            shadow_outputs=outputs[:OUTPUTS_MAX],
+            drift=drift[:DRIFT_MAX],
             events=list(reversed(self._events.events)),
             left_out={
                 "reasons": max(len(reasons) - REASONS_MAX, 0),
                 "models": len(models) - len(shown),
                 "workers": len(slots) - len(workers),
                 "memory": max(len(memory) - MEMORY_MAX, 0),
+                "shadows": max(len(pairs) - SHADOWS_MAX, 0),
+                "shadow_outputs": max(len(outputs) - OUTPUTS_MAX, 0),
+                "drift": max(len(drift) - DRIFT_MAX, 0),
             },
         )
 
@@ -202,7 +220,29 @@ def _worker(worker: Worker, now: int) -> WorkerStatus:
         in_flight=len(worker.in_flight),
         resident_bytes=resident_bytes(worker.pid) if worker.pid else 0,
         heartbeat_s=round(max(now - beat_ns, 0) / NS_PER_S, 1) if beat_ns else None,
-        notices=shorten("; ".join(worker.notices)),
+        gpu="" if worker.plan.gpu is None else worker.plan.gpu.number,
+        notices=shorten("; ".join(filter(None, (worker.device_error, *worker.notices)))),
+    )
+
+
+def _gpu(state: GpuState) -> GpuStatus:
+    reading, age_s = state.reading or GpuReading(state.gpu.uuid), state.age_s
+    used = reading.utilization
+    return GpuStatus(
+        gpu=state.gpu.number,
+        name=" ".join(filter(None, (state.gpu.name, state.gpu.profile))),
+        state=state.state,
+        reason=shorten(state.reason),
+        utilization_percent=None if used is None else round(100 * used, 1),
+        memory_used_bytes=reading.memory_used_bytes,
+        memory_total_bytes=reading.memory_total_bytes,
+        temperature_c=reading.temperature_c,
+        power_w=reading.power_w,
+        ecc_corrected=reading.ecc_corrected,
+        ecc_uncorrected=reading.ecc_uncorrected,
+        xids=dict(state.xids),
+        pcie_replays=reading.pcie_replays,
+        age_s=None if age_s is None else round(age_s, 1),
     )
 
 

@@ -9,7 +9,6 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import ssl
 import sys
@@ -19,6 +18,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from iskander.clock import now_ns
+from iskander.logs import network as log
 from iskander.transport.sources import Source, SourceTable, source_of
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ HANDSHAKES_MAX: Final = 128
 """Per listening socket."""
 SHUTDOWN_TIMEOUT_S: Final = 1.0
 NEVER_NS: Final = sys.maxsize
-
-log = logging.getLogger("iskander.connections")
 
 Peer = TypeVar("Peer")
 
@@ -144,8 +142,9 @@ class Acceptor:
             connection.close()
             self._listener.drop(accepted)
             # OSError: no TLS, handshake timeout, or disconnect.
-            if not task.cancelled() and not isinstance(task.exception(), OSError):
-                log.error("connection setup failed", exc_info=task.exception())
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, OSError):
+                log.connection_setup_failed(error=error)
 
     def _on_error(self, error: OSError) -> None:
         """Pause accepting: the socket stays readable, so each loop iteration would retry."""

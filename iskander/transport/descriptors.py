@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import resource
 import socket
 from typing import Final
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.logs import network as log
 
 RESERVED_MAX: Final = 256
 """Descriptors reserved for other uses; a quarter of the limit if that is less."""
@@ -24,8 +24,6 @@ SPARE_COUNT: Final = 4
 LOG_INTERVAL_NS: Final = 10 * NS_PER_S
 """At most one log line per interval."""
 EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE)
-
-log = logging.getLogger("iskander.connections")
 
 
 def open_descriptors() -> int:
@@ -94,9 +92,7 @@ class Descriptors:
         self._unlogged += 1
         if self._logged_ns and now - self._logged_ns < LOG_INTERVAL_NS:
             return
-        count = f"{self._unlogged} times since the last such line"
-        limit = f"limit {self._limit} file descriptors (RLIMIT_NOFILE)"
-        log.error("accept failed: %s (%s); %s", error.strerror, count, limit)
+        log.accept_failed(reason=str(error.strerror), times=self._unlogged, limit=self._limit)
         self._logged_ns, self._unlogged = now, 0
 
 

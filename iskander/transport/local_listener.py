@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Awaitable, Callable
 
 from iskander.errors import IskanderError
-
-log = logging.getLogger("iskander.local_listener")
+from iskander.logs import network as log
 
 GREETING_TIMEOUT_S = 1.0
 GREETINGS_MAX = 64
@@ -69,7 +67,7 @@ class LocalListener:
         except BlockingIOError:
             return
         except OSError as error:
-            log.error("accept failed for a local process: %s; retry in %g s", error, ACCEPT_PAUSE_S)
+            log.local_accept_failed(reason=str(error), pause_s=ACCEPT_PAUSE_S)
             self._loop.remove_reader(self._listener)
             self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self.open)
             return

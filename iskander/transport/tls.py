@@ -7,18 +7,16 @@ Runs on: gateway loop. Source: RFC 8446; RFC 7301 (ALPN).
 
 from __future__ import annotations
 
-import logging
 import ssl
 from pathlib import Path
 
 from iskander.config.auth import TlsConfig
 from iskander.errors import ConfigError
 from iskander.file_watcher import FileWatcher, ReloadStatus
+from iskander.logs import network as log
 from iskander.transport.certificate import earliest_expiry_s
 
 HTTP2, HTTP1 = "h2", "http/1.1"
-
-log = logging.getLogger("iskander.tls")
 
 
 class Tls:
@@ -34,7 +32,7 @@ class Tls:
         self.reloads = ReloadStatus() if config.certificate else None
         self.expiry_s = 0.0
         self._current: dict[str, ssl.SSLContext] = {}
-        files = (config.certificate, config.key, config.client_ca)
+        files = (config.certificate, config.key, config.client_ca, config.client_crl)
         self._watcher = FileWatcher([Path(name) for name in files if name], self._reload)
 
     def context(self, protocol: str) -> ssl.SSLContext | None:
@@ -71,10 +69,10 @@ class Tls:
             self._current = {protocol: self._create(protocol) for protocol in self._current}
         except ConfigError as error:
             self.reloads.record(is_valid=False)
-            log.error("TLS reload failed: %s; the previous files stay in use", error.message)
+            log.tls_rejected(reason=error.message)
         else:
             self.reloads.record(is_valid=True)
-            log.info("TLS certificate and key reloaded")
+            log.tls_reloaded()
 
     def _create(self, protocol: str) -> ssl.SSLContext:
         config = self._config
@@ -88,6 +86,10 @@ class Tls:
                 setting = "tls.client_ca"
                 context.load_verify_locations(config.client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
+            if config.client_crl:
+                setting = "tls.client_crl"
+                context.load_verify_locations(config.client_crl)
+                context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
             self.expiry_s = earliest_expiry_s(Path(config.certificate).read_bytes())
         except ssl.SSLError as error:
             raise ConfigError(f"{setting}: invalid: {error.reason or 'not PEM'}") from None

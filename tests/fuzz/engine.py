@@ -7,14 +7,17 @@ A target is a module in `targets/` with
     run(raw) -> None                          AssertionError: the parser and its reference disagree
     ITERATIONS                                mutations in the short run of the test suite
 
-Any exception raised by `run` is a finding.
+Findings are any exception raised by `run`, an input that takes too much CPU time, and memory that
+grows over many executions.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import os
+import re
 import signal
 import struct
 import sys
@@ -33,12 +36,20 @@ HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parent.parent
 CORPUS: Final = HERE / "corpus"
 FINDINGS: Final = ROOT / "build" / "fuzz"
-INPUT_S: Final = 5.0
-"""Limit of CPU time for one input; above it the input is a finding."""
 INPUT_BYTES_MAX: Final = 8192
+INPUT_S: Final = 0.1
+"""Limit of CPU time for an input, and for each `INPUT_BYTES_MAX` bytes of a larger one."""
+INTERRUPT_S: Final = 5.0
+"""CPU time after which an input is interrupted, because it may never end."""
+TIMINGS: Final = 3
+"""Executions of a slow input; the fastest counts, so imports and collections of garbage do not."""
+GROWTH_BYTES_MAX: Final = 16 << 20
+"""Limit of the growth of resident memory between the first half and the last quarter of a run."""
 CORPUS_BYTES_MAX: Final = 2048
 """Maximum size of an input that is added to the corpus."""
 PRODUCT: Final = str(ROOT / "iskander")
+GROWTH_SAMPLES_MIN: Final = 8
+SLOW_INPUTS_MAX: Final = 100
 SHRINK_RUNS: Final = 2000
 BLIND_SHARE: Final = 0.2
 """Share of mutations that ignore the format."""
@@ -46,7 +57,11 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class Hang(BaseException):
-    """An input exceeded its CPU time; a BaseException, so no handler of the product catches it."""
+    """An input was interrupted; a BaseException, so no handler of the product catches it."""
+
+
+class Slow(Exception):
+    """An input exceeded its CPU time."""
 
 
 class Target(NamedTuple):
@@ -81,12 +96,21 @@ def load(name: str) -> Target:
     """A target with the seeds in its code and its corpus."""
     module: Any = importlib.import_module(f"fuzz.targets.{name}")
     inputs = list(dict.fromkeys([*module.seeds(), *corpus_of(name)]))
+    # Collections, which some targets run themselves, then only traverse the objects of an input.
+    gc.collect()
+    gc.freeze()
     return Target(name, module.run, module.mutate, inputs, module.ITERATIONS)
 
 
 def corpus_of(name: str) -> list[bytes]:
     """The recorded inputs of a target."""
     return [path.read_bytes() for path in sorted((CORPUS / name).glob("*.bin"))]
+
+
+def guided_inputs(name: str) -> list[bytes]:
+    """Inputs of earlier guided runs: with new coverage, or slow while instrumented."""
+    folders = (FINDINGS / name / "corpus", FINDINGS / name / "slow")
+    return [path.read_bytes() for folder in folders for path in sorted(folder.glob("*"))]
 
 
 def name_of(raw: bytes) -> str:
@@ -106,11 +130,32 @@ def mutated(target: Target, raw: bytes, random: Random) -> bytes:
 def check(target: Target, raw: bytes) -> Finding | None:
     """Run one input; return its finding, if any."""
     try:
-        with bounded():
-            target.run(raw)
+        used_s = _timed(target, raw)
+        if used_s > limit_s(raw):
+            used_s = min(used_s, *(_timed(target, raw) for _ in range(TIMINGS - 1)))
+        if used_s > limit_s(raw):
+            text = f"{used_s * 1e3:.0f} ms for {len(raw)} bytes, limit {limit_s(raw) * 1e3:.0f} ms"
+            raise Slow(text)
     except (Exception, Hang) as error:
         return Finding(_key(error), raw, traceback.format_exc())
     return None
+
+
+def limit_s(raw: bytes) -> float:
+    """The CPU time of an input, above which it is a finding."""
+    return INPUT_S * max(1.0, len(raw) / INPUT_BYTES_MAX)
+
+
+def growth_bytes(samples: list[int]) -> int:
+    """Growth of memory over equidistant samples, without fluctuations.
+
+    It is the difference of the least sample of the last quarter and the greatest one of the first
+    half.
+    """
+    count = len(samples)
+    if count < GROWTH_SAMPLES_MIN:
+        return 0
+    return min(samples[-(count // 4) :]) - max(samples[: count // 2])
 
 
 def fuzz(
@@ -126,6 +171,17 @@ def fuzz(
         raw = mutated(target, random.choice(target.inputs), random)
         number += 1
         yield number, check(target, raw)
+
+
+def inputs_and_mutations(target: Target, seed: int, seconds: float) -> Iterator[Finding | None]:
+    """Run each input, then mutations, until a time is reached; yields the findings."""
+    until = time.monotonic() + seconds
+    for raw in target.inputs:
+        if time.monotonic() >= until:
+            return
+        yield check(target, raw)
+    for _, finding in fuzz(target, seed, None, until - time.monotonic()):
+        yield finding
 
 
 class Findings:
@@ -148,6 +204,21 @@ class Findings:
         path.write_bytes(finding.raw)
         path.with_suffix(".txt").write_text(f"{finding.key}\n\n{finding.text}")
         return True
+
+
+class SlowInputs:
+    """Keeps inputs that were slow while instrumented, in `build/fuzz/NAME/slow/`."""
+
+    def __init__(self, name: str) -> None:
+        self._folder = FINDINGS / name / "slow"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._count = 0
+
+    def add(self, raw: bytes) -> None:
+        """Keep an input."""
+        self._count += 1
+        if self._count <= SLOW_INPUTS_MAX:
+            (self._folder / name_of(raw)).write_bytes(raw)
 
 
 class LastInput:
@@ -225,8 +296,16 @@ def collect(name: str, candidates: list[bytes]) -> list[bytes]:
     return selected
 
 
+def _timed(target: Target, raw: bytes) -> float:
+    """Run one input; return its CPU time."""
+    start = time.process_time()
+    with bounded():
+        target.run(raw)
+    return time.process_time() - start
+
+
 @contextmanager
-def bounded(seconds: float = INPUT_S) -> Iterator[None]:
+def bounded(seconds: float = INTERRUPT_S) -> Iterator[None]:
     """Raise `Hang` if the block exceeds its CPU time."""
     before = signal.signal(signal.SIGVTALRM, _on_alarm)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
@@ -238,7 +317,7 @@ def bounded(seconds: float = INPUT_S) -> Iterator[None]:
 
 
 def _on_alarm(number: int, frame: FrameType | None) -> None:
-    raise Hang(f"an input took more than {INPUT_S:g} s of CPU time")
+    raise Hang("an input did not end in time")
 
 
 def _key(error: BaseException) -> str:
@@ -249,5 +328,5 @@ def _key(error: BaseException) -> str:
         for each in steps
         if Path(each.filename).parent != HERE
     ][-3:]
-    text = "".join(each for each in str(error).split("\n", 1)[0][:60] if not each.isdigit())
+    text = re.sub(r"0x[0-9a-f]+|[0-9]+", "", str(error).split("\n", 1)[0][:60])
     return f"{type(error).__name__} {' > '.join(where)} {text}"

@@ -23,10 +23,13 @@ def main(name: str, seconds: str, seed: str, corpus: str) -> None:
     ):
         target = engine.load(name)
     findings = engine.Findings(name)
+    slow = engine.SlowInputs(name)
 
     def run(raw: bytes) -> None:
         finding = engine.check(target, raw)
-        if finding is not None and findings.add(finding):
+        if finding is not None and finding.key.startswith(engine.Slow.__name__):
+            slow.add(raw)
+        elif finding is not None and findings.add(finding):
             print(f"FINDING {findings.paths[finding.key]} {finding.key}", flush=True)
 
     def mutate(raw: bytes, size_max: int, number: int) -> bytes:

@@ -1,8 +1,9 @@
 """Fuzz the parsers: `python tests/fuzz/run.py [TARGET ...] --seconds 30 --seed 1`.
 
 With atheris (`pip install -e '.[fuzz]'`) coverage guides mutation; without it, or with `--blind`,
-only each target's structure does. Findings go to `build/fuzz/TARGET/`, and a line of JSON for each
-target to `--log`. Returns 1 if there are findings.
+only each target's structure does. Instrumented code is slow, so time and memory are judged in a
+process without it, which takes the last part of a guided run. Findings go to `build/fuzz/TARGET/`,
+and a line of JSON for each target to `--log`. Returns 1 if there are findings.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fuzz import engine
+from fuzz import engine, record
 
 GRACE_S = 120.0
 """Grace period before a fuzzing process is killed: an input blocks it in native code."""
 ROUND_S = 900.0
 """A guided process is restarted after this time, because libFuzzer's memory grows."""
+JUDGED_SHARE = 0.2
+"""Share of a guided run without instrumentation."""
+SAMPLE_S = 0.5
+"""Interval between two samples of the resident memory."""
 
 
 def main() -> int:
@@ -43,6 +50,7 @@ def main() -> int:
     parser.add_argument(
         "--collect", action="store_true", help="add inputs of earlier runs to the corpus"
     )
+    parser.add_argument("--record", type=Path, help="add a log to the table in README.md")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     targets = arguments.targets or engine.names()
@@ -51,6 +59,9 @@ def main() -> int:
         parser.error(f"no such target: {', '.join(sorted(unknown))}")
     if arguments.child:
         return blind_child(targets[0], arguments.seconds, arguments.seed)
+    if arguments.record:
+        print(record.add(arguments.record))
+        return 0
     if arguments.repeat or arguments.shrink:
         return repeat(
             targets[0], arguments.repeat or arguments.shrink, is_shrunk=arguments.shrink is not None
@@ -101,20 +112,33 @@ def collect(targets: list[str]) -> int:
 
 
 def blind_child(name: str, seconds: float, seed: int) -> int:
-    """Fuzz one target in this process, without coverage."""
+    """Fuzz one target in this process, without coverage.
+
+    It starts with the inputs of earlier guided runs, if there are any.
+    """
     target, last = engine.load(name), engine.LastInput(name)
+    target = target._replace(inputs=[*target.inputs, *engine.guided_inputs(name)])
     findings = engine.Findings(name)
     run = target.run
+    memory: list[int] = []
+    sample_at = 0.0
 
     def record_and_run(raw: bytes) -> None:
         last.record(raw)
         run(raw)
 
+    target = target._replace(run=record_and_run)
     count = 0
-    for number, finding in engine.fuzz(target._replace(run=record_and_run), seed, None, seconds):
-        count = number
+    for finding in engine.inputs_and_mutations(target, seed, seconds):
+        count += 1
         if finding is not None and findings.add(finding):
             print(f"FINDING {findings.paths[finding.key]} {finding.key}", flush=True)
+        if time.monotonic() >= sample_at:
+            memory.append(psutil.Process().memory_info().rss)
+            sample_at = time.monotonic() + SAMPLE_S
+    growth = engine.growth_bytes(memory)
+    if growth > engine.GROWTH_BYTES_MAX:
+        print(f"FINDING {growth:,} bytes of memory grew in {count} executions")
     print(f"stat::number_of_executed_units: {count}")
     return 0
 
@@ -128,11 +152,9 @@ def fuzz(name: str, seconds: float, seed: int, *, is_guided: bool) -> dict[str, 
         corpus.mkdir(parents=True, exist_ok=True)
         for raw in engine.load(name).inputs:
             (corpus / engine.name_of(raw)).write_bytes(raw)
-    remaining = seconds
-    while remaining > 0:
-        round_s = min(remaining, ROUND_S)
-        remaining -= round_s
-        if is_guided:
+    guided_s = seconds * (1 - JUDGED_SHARE) if is_guided else 0.0
+    for round_s, is_instrumented in (*rounds(guided_s, True), *rounds(seconds - guided_s, False)):
+        if is_instrumented:
             script = f"import sys; sys.path.insert(0, {str(engine.HERE.parent)!r}); "
             script += "from fuzz import guided; guided.main(*sys.argv[1:])"
             command = [sys.executable, "-c", script, name, f"{round_s:.0f}", str(seed), str(corpus)]
@@ -145,6 +167,14 @@ def fuzz(name: str, seconds: float, seed: int, *, is_guided: bool) -> dict[str, 
         result["seconds"] += round(time.monotonic() - started)
         seed += 1000
     return result
+
+
+def rounds(seconds: float, is_instrumented: bool) -> Iterator[tuple[float, bool]]:
+    """Cut a time into the times of processes."""
+    while seconds > 0:
+        round_s = min(seconds, ROUND_S)
+        seconds -= round_s
+        yield round_s, is_instrumented
 
 
 def output_lines(command: list[str], seconds: float) -> Iterator[str]:

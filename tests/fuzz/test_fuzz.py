@@ -1,19 +1,22 @@
 """All fuzzing targets: the recorded inputs, and a fixed number of reproducible mutations.
 
-With ISKANDER_TEST_ALL=1 each target is also fuzzed for 30 s, guided if atheris is installed.
+With ISKANDER_TEST_ALL=1 each target is also fuzzed for 60 s, guided if atheris is installed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from random import Random
 
 import pytest
 
-from fuzz import engine
+from fuzz import engine, record
 
-SECONDS = 30
+SECONDS = 60
 SEED = 1
 
 
@@ -30,15 +33,28 @@ def test_parser_matches_reference_for_inputs_and_mutations(name: str) -> None:
             raise AssertionError(f"mutation {number}, {finding.raw.hex()}: {finding.text}")
 
 
+@pytest.mark.parametrize("name", engine.names())
+def test_any_bytes_can_be_mutated(name: str) -> None:
+    """libFuzzer's own mutations follow no format."""
+    target, random = engine.load(name), Random(1)
+    for size in (0, 1, 2, 3, 40):
+        for _ in range(40):
+            target.mutate(random.randbytes(size), random.randbytes(size), random)
+
+
 @pytest.mark.skipif("ISKANDER_TEST_ALL" not in os.environ, reason="ISKANDER_TEST_ALL is not set")
 @pytest.mark.parametrize("name", engine.names())
-def test_thirty_seconds_of_fuzzing_find_nothing(name: str) -> None:
+def test_a_minute_of_fuzzing_finds_nothing(name: str) -> None:
     command = [sys.executable, str(engine.HERE / "run.py"), name, "--seconds", str(SECONDS)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
-def test_slow_input_is_a_finding() -> None:
+def target_of(run: Callable[[bytes], None]) -> engine.Target:
+    return engine.Target("none", run, lambda raw, other, random: raw, [b"x"], 1)
+
+
+def test_input_without_an_end_is_interrupted() -> None:
     def run(raw: bytes) -> None:
         while True:
             pass
@@ -47,11 +63,58 @@ def test_slow_input_is_a_finding() -> None:
         run(b"")
 
 
+def test_slow_input_is_a_finding_by_its_fastest_execution(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.2, 0.15, 0.3, 0.5, 0.09, 0.5, 0.19])
+    monkeypatch.setattr(engine, "_timed", lambda target, raw: next(times))
+    target = target_of(lambda raw: None)
+    finding = engine.check(target, b"x")
+    assert finding is not None and "150 ms for 1 bytes, limit 100 ms" in finding.text
+    assert engine.check(target, b"x") is None
+    assert engine.check(target, bytes(2 * engine.INPUT_BYTES_MAX)) is None
+
+
+def test_growth_of_memory_is_that_after_the_first_half() -> None:
+    assert engine.growth_bytes([10, 90, 80, 90, 90, 85, 95, 90]) == 0
+    assert engine.growth_bytes([10, 20, 30, 40, 50, 60, 70, 80]) == 30
+    assert engine.growth_bytes([10, 20, 30]) == 0
+
+
+def test_leak_is_a_finding() -> None:
+    """A target without a leak is every other test here."""
+    script = "from fuzz import engine, run; from fuzz.targets import oip_strings; kept = []\n"
+    script += "oip_strings.run = lambda raw: kept.append(bytes(100_000) + raw)\n"
+    script += "run.SAMPLE_S = 0.02; run.blind_child('oip_strings', 1.0, 1)"
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True, text=True, check=True, cwd=engine.HERE.parent,
+    )  # fmt: skip
+    assert re.search(r"^FINDING [\d,]+ bytes of memory grew", result.stdout, re.M), result.stdout
+
+
+def test_runs_are_added_to_the_record() -> None:
+    text = "| target |\n| `a` | m | r | 1,000 | 5 | 7 | none |\n| `b` | m | r | 1 | 1 | | x |\n"
+    text += "\n1,001 executions in 6 s (0 minutes). More."
+    runs = [
+        {"target": "a", "executions": 500, "seconds": 60, "coverage": 6},
+        {"target": "b", "executions": 2, "seconds": 60, "coverage": 3},
+    ]
+    added, total = record.added(text, runs)
+    assert "| `a` | m | r | 1,500 | 65 | 7 | none |\n| `b` | m | r | 3 | 61 | 3 | x |\n" in added
+    assert total == "1,503 executions in 126 s (2 minutes)" and f"{total}. More." in added
+    with pytest.raises(ValueError, match="no row for the target c"):
+        record.added(text, [{**runs[0], "target": "c"}])
+
+
+def test_each_target_has_a_row_in_the_record() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", record.README.read_text(), re.M)
+    assert sorted(rows) == engine.names()
+
+
 def test_shrunk_finding_keeps_its_key() -> None:
     def run(raw: bytes) -> None:
         assert b"!" not in raw, "an exclamation"
 
-    target = engine.Target("none", run, lambda raw, other, random: raw, [b"x"], 1)
+    target = target_of(run)
     finding = engine.check(target, b"a" * 100 + b"!" + b"b" * 50)
     assert finding is not None
     assert engine.shrunk(target, finding).raw == b"!"

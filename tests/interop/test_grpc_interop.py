@@ -4,20 +4,24 @@ The server is `support/interop_server.py`: grpc.testing.TestService on the gatew
 client runs all its cases on one channel. After each case the server has no open call and no charged
 memory, and its limits have ended no call.
 
-The server never compresses its responses; gRPC allows that. `server_compressed_unary` and
+`docs/conformance.md` lists all cases of gRPC's description, with those that do not apply. The
+server never compresses its responses; gRPC allows that. `server_compressed_unary` and
 `server_compressed_streaming` only check the responses to clients that request compression.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from support.interop_server import InteropServer
 from support.processes import eventually
 from support.toolchains import INTEROP, CaseClient, built_go, installed_npm, tool
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
 CASES = [
     "empty_unary",
     "large_unary",
@@ -40,8 +44,9 @@ COMPRESSED = [
     "server_compressed_unary",
     "server_compressed_streaming",
 ]
+LOAD = ["concurrent_large_unary", "rpc_soak", "channel_soak"]
 CLIENTS = {
-    "python": [*CASES, *COMPRESSED],
+    "python": [*CASES, *COMPRESSED, *LOAD],
     "python_aio": CASES,
     "js": [*CASES, *COMPRESSED],
     "go": [*CASES, *COMPRESSED],
@@ -84,10 +89,20 @@ def client(request: pytest.FixtureRequest, server: InteropServer) -> Iterator[Ca
     client.close()
 
 
+def test_the_page_lists_each_case() -> None:
+    listed = re.findall(r"^\| `([a-z0-9_]+)` \| passes", PAGE.read_text(), re.M)
+    assert sorted(listed) == sorted({case for cases in CLIENTS.values() for case in cases})
+
+
 @pytest.mark.parametrize(
     ("client", "case"),
     [
-        pytest.param(client, case, id=f"{client}-{case}")
+        pytest.param(
+            client,
+            case,
+            id=f"{client}-{case}",
+            marks=[pytest.mark.slow] if case in LOAD else [],
+        )
         for client, cases in CLIENTS.items()
         for case in cases
     ],

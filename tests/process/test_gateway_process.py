@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -282,11 +283,12 @@ def test_leaving_worker_receives_only_a_drain(gateway: Gateway) -> None:
             {"protocol": PROTOCOL_VERSION + 1},
             f"version {PROTOCOL_VERSION + 1} of the control protocol",
         ),
+        ({"version": "0.0.1"}, "the worker is of release 0.0.1"),
         ({"group": 5}, "no worker slot is free in core group 5"),
     ],
 )
 def test_worker_registration_is_rejected(
-    gateway: Gateway, changes: dict[str, int], reason: str
+    gateway: Gateway, changes: dict[str, Any], reason: str
 ) -> None:
     worker = ScriptedWorker(gateway.attach_socket, **changes)
     assert isinstance(worker.answer, Refused) and reason in worker.answer.message

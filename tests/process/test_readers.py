@@ -12,7 +12,7 @@ import pytest
 from iskander.auth.source import UNKNOWN_SOURCE
 from iskander.config.sources import SourceReadsConfig
 from iskander.errors import IskanderError, LimitExceeded
-from iskander.sources import readers as readers_module
+from iskander.sources import messages as reader_messages
 from iskander.sources.messages import PlanRequest
 from iskander.sources.readers import Reader, Readers
 
@@ -56,7 +56,7 @@ def test_process_with_unread_frames_is_not_used_again(
 
     async def run() -> None:
         readers = Readers(SourceReadsConfig(idle_s=600), 1 << 20)
-        monkeypatch.setattr(readers_module, "METADATA_BYTES_MAX", 1)
+        monkeypatch.setattr(reader_messages, "METADATA_BYTES_MAX", 1)
         with pytest.raises(LimitExceeded):
             async for _ in readers.answers(REJECTED, UNKNOWN_SOURCE):
                 pass

@@ -22,6 +22,7 @@ from iskander.control import messages
 from iskander.control.channel import FRAME_BYTES_MAX
 from iskander.control.messages import (
     PROTOCOL_VERSION,
+    Copied,
     Done,
     Drain,
     Execute,
@@ -135,6 +136,7 @@ SAMPLES: dict[str, Any] = {
     "Unload": Unload(model=3),
     "Unloaded": Unloaded(model=3),
     "Done": Done(batch_id=77, run_ns=156_000),
+    "Copied": Copied(in_bytes=19_267_584, out_bytes=128_000),
     "Stepped": Stepped(model=3, steps=(("embed", 1_500_000), ("rank", 70_000))),
     "Failed": Failed(batch_id=77, code="execution_failed", message="refused"),
     "Failed with a time to retry": Failed(78, "remote_overloaded", "queue full", 250),

@@ -25,9 +25,15 @@ def tensors() -> list[triton.InferInput]:
     return [tensor]
 
 
-def call(address: str, name: str, roots: str = "", **arguments: Any) -> Any:
+def call(address: str, name: str, roots: str = "", certificate: str = "", **arguments: Any) -> Any:
     """Call a method of Triton's client; returns its result, names of a message, or the status."""
-    client = triton.InferenceServerClient(address, ssl=bool(roots), root_certificates=roots or None)
+    client = triton.InferenceServerClient(
+        address,
+        ssl=bool(roots),
+        root_certificates=roots or None,
+        private_key=certificate or None,
+        certificate_chain=certificate or None,
+    )
     if name == "infer":
         arguments["inputs"] = tensors()
     try:

@@ -400,6 +400,7 @@ class Wire:
         if buffer_bytes:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         self.socket.connect((host, int(port)))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.frames: list[Frame] = []
         self.is_over = False
         self._rest = b""

@@ -114,6 +114,7 @@ class SimulatedWorker(Worker):
 
     Attributes:
         aborted: Cancelled batches.
+        cancel_ns: Time in which it cancels its running batch; None: it does not.
         cost: Nanoseconds of a batch of a model.
         reference: Outcome of a batch with these values: None, an error's code, or `die`.
     """
@@ -125,6 +126,7 @@ class SimulatedWorker(Worker):
         self.ran: list[Execute] = []
         self.wire = Wire()
         self.is_playing = False
+        self.cancel_ns: int | None = None
         self.cost: Callable[[Execute], int] = lambda execute: ROW_NS * execute.rows + BASE_NS
         self.reference: Callable[[np.ndarray[Any, Any]], str | None] = lambda values: None
         self._running: Execute | None = None
@@ -135,6 +137,9 @@ class SimulatedWorker(Worker):
 
     def abort(self, batch_id: int) -> None:
         self.aborted.append(batch_id)
+        running, loop = self._running, self.simulation.loop
+        if self.cancel_ns is not None and running is not None and running.batch_id == batch_id:
+            loop.call_at(loop.now_ns + self.cancel_ns, lambda: self._cancel(running))
 
     def play(self) -> None:
         """Run all batches, one after the other."""
@@ -149,13 +154,20 @@ class SimulatedWorker(Worker):
             self.begin(execute)
             run_ns, life = self.cost(execute), self.incarnation
             due_ns = self.simulation.loop.now_ns + run_ns
-            self.simulation.loop.call_at(due_ns, lambda: self._end(life, run_ns))
+            self.simulation.loop.call_at(due_ns, lambda: self._end(execute, life, run_ns))
 
-    def _end(self, incarnation: int, run_ns: int) -> None:
-        if incarnation != self.incarnation:
+    def _cancel(self, execute: Execute) -> None:
+        if self._running is execute:
+            self._running = None
+            failed = Failed(execute.batch_id, "cancelled", "batch cancelled")
+            self.simulation.dispatcher.on_failed(self, failed)
+            self._next()
+            self.simulation.dispatcher.pump()
+
+    def _end(self, execute: Execute, incarnation: int, run_ns: int) -> None:
+        if incarnation != self.incarnation or self._running is not execute:
             return
-        execute, self._running = self._running, None
-        assert execute is not None
+        self._running = None
         self.run(execute, run_ns)
         if self.incarnation:
             self._next()

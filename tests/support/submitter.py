@@ -31,6 +31,7 @@ class ScriptedDispatcher(Dispatcher):
         self.submitted: list[Request] = []
         self.withdrawn: list[Request] = []
         self.tracer = None
+        self.observer = None
 
     def submit(self, request: Request) -> None:
         request.lane.put(request, now_ns())

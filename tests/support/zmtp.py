@@ -103,10 +103,10 @@ class Peer:
 
     def on_lost(self) -> None: ...
 
-    async def feed(self, raw: bytes, step: int, *, is_whole: bool = True) -> None:
-        """Feed the connection with input in pieces; a paused socket delivers none.
+    async def feed(self, raw: bytes, step: int, *, is_whole: bool = True) -> int:
+        """Feed the connection with input in pieces; returns the number of delivered bytes.
 
-        If `is_whole`, wait for its turns.
+        A paused socket delivers none. If `is_whole`, wait for its turns.
         """
         at = 0
         while at < len(raw):
@@ -115,7 +115,7 @@ class Peer:
             ):
                 await asyncio.sleep(0)
             if not self.transport.reading or self.transport.is_aborted:
-                return
+                return at
             buffer = self.connection.get_buffer(-1)
             piece = raw[at : at + min(step, len(buffer))]
             buffer[: len(piece)] = piece
@@ -125,3 +125,4 @@ class Peer:
             at += len(piece)
         while is_whole and self.connection._is_waiting and not self.transport.is_aborted:
             await asyncio.sleep(0)
+        return at

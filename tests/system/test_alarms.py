@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import trustme
 from support import http2, models, python_models
+from support.gpus import ScriptedNvml
 from support.http2 import END_HEADERS
 from support.processes import MIB, Gateway, eventually, running, suspended
 from support.prometheus import PROMETHEUS, Prometheus, free_port
@@ -162,6 +164,23 @@ def test_normal_load_causes_no_alert(prometheus: Prometheus, tmp_path: Path) -> 
         assert fired <= {BUSY}
         burn = prometheus.query(f'model:iskander_latency_burn:rate1h{{instance="{tmp_path.name}"}}')
         assert sorted(sample["metric"]["model"] for sample in burn) == ["ids", "tripled"]
+
+
+def test_faults_of_a_card(prometheus: Prometheus, tmp_path: Path) -> None:
+    """NVML is scripted: heat, an uncorrected memory error, silence, and the loss of the card."""
+    nvml = ScriptedNvml(tmp_path)
+    variables = [f"{name}={value}" for name, value in nvml.environment.items()]
+    served = [each | {"placement": "any"} for each in ids(tmp_path)]
+    workers = {"groups": ["0", "gpu:0"], "count": 1}
+    with watched(prometheus, tmp_path, served, workers=workers, prefix=("env", *variables)):
+        nvml.change(0, throttle=0x40)
+        wait_firing(prometheus, tmp_path, "IskanderGpuThrottled")
+        nvml.change(0, throttle=0, ecc=[0, 1])
+        wait_firing(prometheus, tmp_path, "IskanderGpuErrors")
+        nvml.change(0, hangs=True)
+        wait_firing(prometheus, tmp_path, "IskanderGpuSilent")
+        nvml.change(0, hangs=False, error=15)
+        wait_firing(prometheus, tmp_path, "IskanderGpuLost")
 
 
 def test_killed_gateway(prometheus: Prometheus, tmp_path: Path) -> None:
@@ -449,6 +468,40 @@ def test_model_that_keeps_memory(prometheus: Prometheus, tmp_path: Path) -> None
         Load(gateway, "leaking", MIB, clients=1),
     ):
         wait_firing(prometheus, tmp_path, "IskanderWorkerMemoryGrowing")
+
+
+def test_inputs_that_differ_from_the_reference(prometheus: Prometheus, tmp_path: Path) -> None:
+    """The first 500 rows are the reference; then all values grow."""
+    served = [ids(tmp_path)[0] | {"drift": {"share": 1.0}}]
+    with watched(
+        prometheus,
+        tmp_path,
+        served,
+        workers=dict(ONE),
+        drift={"enabled": True, "window_s": 6.0, "record_rows": 500, "folder": "references"},
+    ) as gateway:
+        random = np.random.default_rng(0)
+
+        def score(low: int) -> None:
+            values = pa.array(random.integers(low, low + 1000, 500), pa.int64())
+            with gateway.client() as client:
+                client.score("ids", pa.record_batch({"x": values}))
+
+        score(0)
+        wait_firing(prometheus, tmp_path, "IskanderModelDrift", cause=lambda: score(5000))
+
+
+def test_prediction_log_that_cannot_be_written(prometheus: Prometheus, tmp_path: Path) -> None:
+    """The path of the folder is a file, so that the observer process ends at each start."""
+    (tmp_path / "log").write_text("no folder")
+    served = [ids(tmp_path)[0] | {"prediction_log": {"share": 1.0}}]
+    with (
+        watched(
+            prometheus, tmp_path, served, workers=dict(ONE), prediction_log={"path": "log"}
+        ) as gateway,
+        Load(gateway, "ids", 1, clients=1),
+    ):
+        wait_firing(prometheus, tmp_path, "IskanderSamplesDropped")
 
 
 def sign(

@@ -54,6 +54,8 @@ def test_check_prints_the_plan() -> None:
         ("server.address=nonsense", "expected HOST:PORT"),
         ("server.address=unix:/nonexistent/x.sock", "in an existing folder"),
         ("server.unix_owner=nobodyxx", "no such user or group"),
+        ("admin.address=0.0.0.0:0", "open to the network without TLS and tokens"),
+        ('inferential.address="tcp://*:0"', 'allow_unprotected_network = ["inferential.address"]'),
     ],
 )
 def test_check_and_start_print_the_same_config_error(change: str, words: str) -> None:

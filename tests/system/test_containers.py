@@ -61,6 +61,16 @@ def test_base_images_are_pinned_and_the_container_is_not_root() -> None:
     assert values("ENTRYPOINT") == ['["tini", "--", "iskander-gateway"]']
 
 
+def test_image_with_cuda_has_its_libraries_nvml_and_the_capabilities_of_both() -> None:
+    (installed,) = (each for each in values("RUN", "build-cuda") if "pip" in each)
+    assert "--constraint scripts/constraints.txt" in installed and "[gpu]" in installed
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split("[>=]", each)[0] for each in extra["optional-dependencies"]["gpu"]}
+    assert names == {"nvidia-ml-py", "onnxruntime-gpu[cuda,cudnn]"}
+    (variables,) = values("ENV", "cuda")
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in variables
+
+
 def test_copied_files_exist_and_are_in_the_build_context() -> None:
     """Every source is a file of the repository that the ignore file does not exclude."""
     kept = {

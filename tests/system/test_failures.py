@@ -411,6 +411,39 @@ def test_late_results_for_a_killed_gateway_are_discarded(tmp_path: Path) -> None
         first.end()
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_workers_of_a_service_manager_keep_their_models_at_a_restart(
+    tmp_path: Path, processes: int
+) -> None:
+    """A stopped gateway leaves them running, and the next one loads nothing again."""
+    workers = ONE | {"spawn": False}
+    first = Gateway(tmp_path, served(tmp_path), workers=workers, server={"processes": processes})
+    first.start()
+    worker = WorkerProcess(first.attach_socket, tmp_path, "--group", "0")
+    try:
+        first.wait_ready()
+        eventually(lambda: score_is_right(first), what="a result")
+        first.signal(signal.SIGTERM)
+        assert first.wait() == 0
+        assert worker.process.poll() is None
+        server = {"processes": processes, "runtime_directory": str(first.runtime)}
+        second = Gateway(tmp_path, served(tmp_path), workers=workers, server=server)
+        second.start()
+        try:
+            second.wait_ready()
+            eventually(lambda: score_is_right(second), what="a result")
+            assert second.worker_pids() == [worker.pid]
+            second.signal(signal.SIGTERM)
+            assert second.wait() == 0
+            worker.process.terminate()
+            assert worker.process.wait(20) == 0
+        finally:
+            second.end()
+    finally:
+        worker.end()
+        first.end()
+
+
 def test_worker_without_a_gateway_exits_on_sigterm(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE)).start()
     try:

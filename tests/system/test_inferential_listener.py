@@ -197,7 +197,7 @@ INVALID = {
     "inproc://robots": "expected tcp://",
     "ipc://robots.sock": "absolute path",
     "tcp://127.0.0.1:50052": "needs its own port",
-    "tcp://192.0.2.1:5555": "cannot listen there",
+    "tcp://192.0.2.1:5555": "is open to the network",
 }
 
 
@@ -209,8 +209,7 @@ def test_invalid_address_is_rejected(
     server = {"address": "127.0.0.1:0", "runtime_directory": str(tmp_path / "run")}
     config.write_text(render_config(models=models, server=server, inferential={"address": address}))
     commands = [["iskander", "check", str(config)], ["iskander-gateway", "--config", str(config)]]
-    # Only bind() can tell whether this machine has the address.
-    for name, *arguments in commands[address.startswith("tcp://192") :]:
+    for name, *arguments in commands:
         result = subprocess.run(
             [str(BIN / name), *arguments], capture_output=True, text=True, check=False, timeout=60
         )

@@ -449,7 +449,7 @@ def test_processes_exit_with_their_parent(tmp_path: Path) -> None:
             "unix socket not allowed with server.processes > 1",
             78,
         ),
-        ({"address": "192.0.2.1:50051"}, "cannot listen: ", 78),
+        ({"address": "192.0.2.1:50051"}, "is open to the network without TLS", 78),
         ({"processes": 0}, "processes", 78),
     ],
 )

@@ -23,6 +23,7 @@ from support.prometheus import PROMTOOL, RULES, alerts, free_port, rules, scaled
 
 from iskander.auth.tokens import add_token
 from iskander.client import Tls
+from iskander.telemetry.metrics import GPU_LABELS, GPU_METRICS
 
 DASHBOARDS = ROOT / "configs" / "grafana"
 RUNBOOK = ROOT / "docs" / "alarms.md"
@@ -197,6 +198,11 @@ def test_queries_name_only_existing_metrics_and_labels(page: str) -> None:
     # Samples of pipelines and of several processes.
     known.setdefault("iskander_step_seconds_bucket", set()).update({"model", "version", "step"})
     known.setdefault("iskander_process_up", {"process"})
+    # Samples of models with observed requests.
+    known["iskander_drift_columns"] = {"model", "version", "side", "state"}
+    known["iskander_drift_severity"] = {"model", "version", "side", "column"}
+    # Samples of GPUs.
+    known |= {metric.name: {*GPU_LABELS, *metric.labels} for metric in GPU_METRICS}
     for origin, expression in expressions():
         names = NAMES.findall(expression)
         assert names or expression.startswith("vector("), origin

@@ -25,6 +25,7 @@ import psutil
 import pyarrow as pa
 import pytest
 from support import models
+from support.gpus import ScriptedNvml
 from support.processes import (
     BIN,
     READY_WITHIN_S,
@@ -122,8 +123,9 @@ def test_fragments_create_the_account_and_its_folders(tmp_path: Path) -> None:
     assert (tmp_path / "var/lib/iskander/models").stat().st_uid == 0
 
 
-def write_config(folder: Path, **sections: Any) -> Path:
+def write_config(folder: Path, model: dict[str, Any] | None = None, **sections: Any) -> Path:
     served = {"name": "ids", "path": str(models.row_ids(folder / "ids")), "version": "1"}
+    served |= model or {}
     file = folder / "own.toml"
     file.write_text(
         render_config(
@@ -185,12 +187,35 @@ def test_written_units_serve_the_configuration(tmp_path: Path) -> None:
                 assert client.score("ids", batch).num_rows == 2
             status = Path(f"/proc/{worker.pid}/status").read_text()
             assert re.search(r"^CapBnd:\s+0+$", status, re.MULTILINE)
-            gateway.terminate()
-            assert [each.wait(STOP_WITHIN_S) for each in (gateway, worker)] == [0, 0]
+            for each in (gateway, worker):  # A stopped gateway leaves the workers to the manager.
+                assert each.poll() is None
+                each.terminate()
+                assert each.wait(STOP_WITHIN_S) == 0
         finally:
             for each in (gateway, worker):
                 each.kill()
                 each.wait()
+
+
+def test_units_of_workers_with_a_card_are_restricted_to_it(tmp_path: Path) -> None:
+    """The exposure is that of the template, with the lines of the drop-ins of one instance."""
+    require_systemd()
+    nvml = ScriptedNvml(tmp_path)
+    workers = {"spawn": False, "groups": ["0", "gpu:0"], "count": 1}
+    file = write_config(tmp_path, {"placement": "any"}, workers=workers)
+    command = (BIN / "iskander", "install-systemd", "--config", file, "--prefix", tmp_path / "etc")
+    environment = [f"{name}={value}" for name, value in nvml.environment.items()]
+    text = run("env", *environment, *command)
+    assert "systemctl enable --now iskander-gateway iskander-worker@0 iskander-worker@1\n" in text
+    units = tmp_path / "etc/systemd/system"
+    drop_ins = units / "iskander-worker@1.service.d"
+    assert "DeviceAllow=/dev/nvidia0 rw\n" in (drop_ins / "gpu.conf").read_text()
+    for unit in ("iskander-worker@1.service", SERVICES[0]):
+        name = re.sub(r"@\d", "@", unit)
+        lines = [path.read_text() for path in sorted((units / f"{unit}.d").glob("*.conf"))]
+        (units / unit).write_text("\n".join([(units / name).read_text(), *lines]))
+        assert exposure(units / unit) <= EXPOSURE_MAX
+    assert verify(units) == ""
 
 
 def test_changed_files_are_kept_unless_forced(tmp_path: Path) -> None:

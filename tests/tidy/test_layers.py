@@ -20,51 +20,64 @@ LAYERS = {
     "decoders": "",
     "varint": "",
     "_generated": "",
+    "logs": "",
     "contract": "errors decoders",
     "config": "errors decoders contract",
     "arrow": "errors config contract",
     "memory": "errors",
+    "drift": "errors clock decoders logs contract config arrow",
     "control": "errors clock decoders contract config",
     "file_watcher": "errors clock",
-    "auth": "errors clock config file_watcher",
-    "sources": "errors decoders config auth",
-    "measurement": "errors clock decoders",
-    "transport": "errors clock config memory control file_watcher auth",
-    "scheduling": "errors clock contract config arrow memory control auth measurement",
-    "supervision": "errors clock contract config memory control measurement transport scheduling",
+    "auth": "errors clock logs config file_watcher",
+    "sources": "errors decoders logs config auth",
+    "measurement": "errors clock decoders logs",
+    "transport": "errors clock logs config memory control file_watcher auth",
+    "scheduling": "errors clock logs contract config arrow memory control auth measurement",
+    "supervision": (
+        "errors clock logs contract config memory control measurement transport scheduling"
+    ),
     "repository": (
-        "errors clock decoders contract config control measurement scheduling supervision"
+        "errors clock decoders logs contract config control measurement scheduling supervision"
+    ),
+    "observation": (
+        "errors clock logs contract config memory control measurement scheduling supervision"
     ),
     "protocols": (
-        "errors clock decoders varint _generated contract config arrow memory control auth "
+        "errors clock decoders varint _generated logs contract config arrow memory control auth "
         "measurement transport scheduling repository sources"
     ),
+    "shadow": "errors clock logs contract config control measurement memory scheduling repository",
+    "event_stream": "errors clock logs config transport scheduling",
     "telemetry": (
-        "build_info errors clock decoders config memory file_watcher measurement transport "
-        "scheduling supervision repository"
+        "build_info errors clock decoders logs config memory drift file_watcher measurement "
+        "transport scheduling supervision repository shadow"
     ),
     "gateway": (
-        "build_info errors exit_codes clock config memory control file_watcher auth measurement "
-        "transport scheduling supervision repository sources protocols telemetry"
+        "build_info errors exit_codes clock logs config memory drift control file_watcher auth "
+        "measurement transport scheduling supervision repository sources observation protocols "
+        "shadow event_stream telemetry"
     ),
     "doctor": "errors clock config memory control transport supervision",
     "embed": "errors config measurement scheduling protocols gateway",
     # The clock: deadlines of calls and the age of connections.
     "client": "errors clock memory control",
     "scoring": "build_info errors clock client",
-    "source_reader": "errors decoders client scoring sources",
+    "observer": (
+        "errors exit_codes clock logs contract config arrow memory drift observation scoring"
+    ),
+    "source_reader": "errors decoders logs client scoring sources",
     "engines": "errors clock client scoring",
     "ray": "errors clock client scoring engines",
     # The parts of `ray` without Ray: columns, and the preference of one server.
     "spark": "errors client engines",
     "load_generator": "errors clock client",
     "iskander_worker": (
-        "build_info errors exit_codes clock decoders varint _generated contract memory control"
+        "build_info errors exit_codes clock decoders varint _generated logs contract memory control"
     ),
     "cli": (
-        "build_info errors exit_codes clock contract config arrow memory control auth measurement "
-        "transport scheduling supervision repository protocols gateway doctor client scoring "
-        "engines ray load_generator iskander_worker"
+        "build_info errors exit_codes clock logs contract config arrow memory drift control auth "
+        "measurement transport scheduling supervision repository shadow protocols event_stream "
+        "gateway doctor client scoring engines ray load_generator iskander_worker"
     ),
 }
 # Exceptions to the table, for type checkers only.
@@ -96,6 +109,7 @@ IMPORTERS = {
         ("iskander/transport/http1/listener.py", "iskander/transport/http1/connection.py"),
         "iskander.transport.http1.listener",
     ),
+    "argon2": (("iskander/auth/passwords.py",), "iskander.auth.passwords"),
     "h11": (("iskander/transport/http1/connection.py",), "iskander.transport.http1.listener"),
     "pyarrow.flight": (("iskander/client/",), "iskander.client"),
     "ray": (("iskander/ray/",), "iskander.ray"),
@@ -111,16 +125,27 @@ IMPORTERS = {
         ("iskander/repository/changes.py",),
         "iskander.repository.changes",
     ),
-    "zmq": (("iskander/control/zmq_channel.py",), "iskander.control.channel"),
+    "zmq": (
+        (
+            "iskander/control/zmq_channel.py",
+            "iskander/event_stream/endpoint.py",
+            "iskander/event_stream/forwarder.py",
+            "iskander/event_stream/publisher.py",
+            "iskander/event_stream/subscriber.py",
+        ),
+        "iskander.control.channel",
+    ),
     "uvloop": (("iskander/gateway/__main__.py",), "the running loop"),
     "google.protobuf": (
         ("iskander/protocols/", "workers/iskander_worker/remote/messages.py"),
         "the protocols",
     ),
+    "datasketches": (("iskander/drift/sketches.py",), "iskander.drift.sketches"),
     "onnxruntime": (
         (
             "workers/iskander_worker/backends/onnx.py",
             "workers/iskander_worker/backends/onnx_binding.py",
+            "workers/iskander_worker/backends/onnx_device.py",
             "iskander/doctor/runtimes.py",
         ),
         "iskander_worker.backends",
@@ -131,6 +156,8 @@ IMPORTERS = {
             "iskander/protocols/flight/",
             "iskander/cli/",
             "iskander/client/",
+            "iskander/observer/",
+            "iskander/drift/",
             "iskander/load_generator/batches.py",
             "iskander/load_generator/run.py",
             "iskander/scoring/",
@@ -142,7 +169,13 @@ IMPORTERS = {
         ),
         "no alternative: only workers of models that use Arrow load it",
     ),
-    "torch": (("workers/iskander_worker/backends/torch.py",), "iskander_worker.backends.torch"),
+    "torch": (
+        (
+            "workers/iskander_worker/backends/torch.py",
+            "workers/iskander_worker/backends/torch_device.py",
+        ),
+        "iskander_worker.backends.torch",
+    ),
     "skops": (("workers/iskander_worker/backends/python.py",), "iskander_worker.backends.python"),
     "yaml": (("iskander/config/import_inferential.py",), "tomllib"),
     "mmap": (
@@ -154,6 +187,7 @@ IMPORTERS = {
         (
             "iskander/supervision/worker.py",
             "iskander/supervision/model_check.py",
+            "iskander/supervision/gpus/query.py",
             "iskander/scoring/server.py",
             "iskander/sources/readers.py",
             "workers/iskander_worker/sandbox/client.py",
@@ -189,15 +223,39 @@ PURE = (
     "iskander/scheduling/lane.py",
     "iskander/scheduling/policies.py",
     "iskander/scheduling/request.py",
+    "iskander/drift/comparison.py",
+    "iskander/drift/profile.py",
+    "iskander/drift/report.py",
+    "iskander/drift/summary.py",
+    "iskander/drift/window.py",
+    "iskander/telemetry/drift_status.py",
+    "iskander/observation/holds.py",
+    "iskander/observation/messages.py",
+    "iskander/observation/sampling.py",
+    "iskander/observer/prediction_log/layout.py",
     "iskander/scheduling/queue.py",
     "iskander/scheduling/retry.py",
     "iskander/repository/routing.py",
     "iskander/repository/generation_lifecycle.py",
     "iskander/repository/version_policy.py",
+    "iskander/shadow/admission.py",
+    "iskander/shadow/comparison.py",
+    "iskander/shadow/contract.py",
+    "iskander/shadow/routes.py",
+    "iskander/measurement/log_scale.py",
+    "iskander/telemetry/shadow_status.py",
     "iskander/supervision/lifecycle.py",
     "iskander/supervision/placement.py",
+    *(f"iskander/supervision/gpus/{name}.py" for name in ("device", "readings", "budgets")),
+    "iskander/supervision/gpus/inventory.py",
+    "iskander/supervision/gpus/placement.py",
     "iskander/measurement/histogram.py",
     "iskander/measurement/interval.py",
+    "iskander/event_stream/losses.py",
+    "iskander/event_stream/messages.py",
+    "iskander/event_stream/queue.py",
+    "iskander/logs/formats.py",
+    "iskander/logs/repeats.py",
     "iskander/telemetry/history.py",
     "iskander/telemetry/status_merge.py",
     "iskander/telemetry/page/formats.py",

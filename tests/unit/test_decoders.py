@@ -1,4 +1,4 @@
-"""Prepared msgspec types: no crash by concurrent first decoding or at process exit.
+"""Prepared msgspec types: no crash by concurrent first decoding or at process exit; deep nesting.
 
 msgspec caches information on a type when it is first decoded, and frees it at process exit.
 """
@@ -8,6 +8,34 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zlib
+from collections.abc import Callable
+
+import pytest
+
+from iskander.control.attach import read_hello
+from iskander.errors import MalformedInput, ProtocolError, ReaderLost
+from iskander.protocols.flight.service import _read_query
+from iskander.protocols.terms import read_metadata
+from iskander.source_reader.parts import decode_part
+from iskander.sources.messages import read_error
+
+DEPTH = 5000
+DEEP = b"\x91" * DEPTH + b"\xc0"
+DEEP_JSON = b"[" * DEPTH + b"]" * DEPTH
+PART = b"\x99\xa0\xc4\x00\x90\xc0\x00\x90\x90\xa0"
+"""Its eight fields, and a ninth one of a later version."""
+READERS: dict[str, tuple[Callable[[bytes], object], bytes, type[Exception]]] = {
+    "metadata": (read_metadata, b'{"mine": %b}' % DEEP_JSON, MalformedInput),
+    "packed metadata": (read_metadata, b"\x81\xa1x" + DEEP, MalformedInput),
+    "terms": (read_metadata, b'{"iskander": {"x": %b}}' % DEEP_JSON, MalformedInput),
+    "action": (
+        lambda raw: _read_query("stats", raw), b'{"model": "m", "x": %b}' % DEEP_JSON,
+        MalformedInput,
+    ),
+    "hello": (read_hello, b"\x98\xa5hello\x01\xa11\xc0\xc0\x90\xa0" + DEEP, ProtocolError),
+    "part": (decode_part, zlib.compress(PART + DEEP), ProtocolError),
+}  # fmt: skip
 
 DECODE_ALL = """
 import importlib, inspect, pkgutil
@@ -18,7 +46,7 @@ from iskander.scheduling.worker_slot import InFlightBatch, BatchPart
 prepared = 0
 for package in (iskander, iskander_worker):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if module.name.endswith(("__main__", ".torch")):
+        if module.name.endswith(("__main__", ".torch", ".torch_device")):
             continue
         for kind in vars(importlib.import_module(module.name)).values():
             if not inspect.isclass(kind) or kind in (InFlightBatch, BatchPart):  # Never decoded.
@@ -79,3 +107,15 @@ def test_process_exit_after_decoding_every_type_succeeds() -> None:
         check=False,
     )
     assert completed.returncode == 0, completed.stderr
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_deeply_nested_bytes_are_rejected_by_name(name: str) -> None:
+    """msgspec raises RecursionError, even for a part that is not decoded."""
+    read, raw, error = READERS[name]
+    with pytest.raises(error):
+        read(raw)
+
+
+def test_deeply_nested_error_of_a_reader_is_a_lost_reader() -> None:
+    assert isinstance(read_error(memoryview(b"\x81\xa1x" + DEEP)), ReaderLost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from typing import Any
 
 import msgspec
 import pytest
@@ -35,6 +36,7 @@ CODES = {
         "RESOURCE_EXHAUSTED",
         "UNAVAILABLE",
     ),
+    "rate_limited": (errors.RateLimited, "client", True, "RESOURCE_EXHAUSTED", "UNAVAILABLE"),
     "arena_full": (errors.ArenaFull, "nobody", True, "RESOURCE_EXHAUSTED", "UNAVAILABLE"),
     "dropped": (errors.DroppedFromQueue, "nobody", True, "RESOURCE_EXHAUSTED", "UNAVAILABLE"),
     "superseded": (errors.Superseded, "client", False, "ABORTED", None),
@@ -93,6 +95,7 @@ HTTP = {
     "overloaded": 503,
     "queue_full": 503,
     "client_over_share": 429,
+    "rate_limited": 429,
     "arena_full": 503,
     "dropped": 503,
     "superseded": 409,
@@ -193,6 +196,14 @@ def test_unknown_code_is_decoded_as_a_plain_error() -> None:
 
     assert type(decoded) is IskanderError
     assert (decoded.message, decoded.fields) == ("no", {"hint": "wait"})
+
+
+@pytest.mark.parametrize("wire", [{"code": ["x"]}, {"message": 5}, {"retry_after_ms": "1"}])
+def test_wire_form_of_a_faulty_peer_is_decoded_with_defaults(wire: dict[str, Any]) -> None:
+    decoded = IskanderError.from_wire({**wire, "self": 1})
+
+    assert (type(decoded), decoded.message) == (IskanderError, "")
+    assert (decoded.retry_after_ms, decoded.fields) == (None, {})
 
 
 def test_empty_wire_form_is_decoded_as_a_plain_error() -> None:

@@ -5,8 +5,8 @@ and only then are NumPy and ONNX Runtime imported, so that their threads and pag
 the right cores.
 
 Exit codes: 0 drained; 2 wrong usage; 69 no gateway; 70 a bug; 71 the system refused memory;
-76 the gateway speaks another version or rejected this worker; 78 the interpreter of the model's
-workers lacks something.
+74 a fault of the GPU; 76 the gateway speaks another version or rejected this worker; 78 the
+interpreter of the model's workers lacks something.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from iskander.control.identity import gateway_id
 from iskander.control.messages import PROTOCOL_VERSION, Hello, Welcome
 from iskander.errors import NotReady, ProtocolError, SegmentError
 from iskander.exit_codes import ExitCode, summary
+from iskander.logs import workers as log
+from iskander.logs.stderr import set_up_worker
 from iskander_worker.affinity import pin_process, set_library_environment
+from iskander_worker.devices.cuda import DeviceLost
 
 if TYPE_CHECKING:
     from iskander_worker.loop import WorkerLoop
@@ -77,6 +80,7 @@ def main() -> None:
     )
     parser.add_argument("--version", action="version", version=describe("iskander-worker"))
     arguments = parser.parse_args()
+    set_up_worker()
     if arguments.cores is not None:
         set_library_environment()
         from iskander_worker.sandbox.check import run_check
@@ -89,10 +93,13 @@ def main() -> None:
     try:
         sys.exit(_work(arguments))
     except (NotReady, ProtocolError, SegmentError) as error:
-        _log(error.message)
+        log.worker_failed(reason=error.message)
         sys.exit(EXIT_CODES[type(error)])
+    except DeviceLost as error:
+        log.worker_device_lost(error=error)
+        os._exit(ExitCode.DEVICE)  # Destructors of the runtime use the device, and can hang.
     except AssertionError as error:
-        _log(f"bug: {error}")
+        log.worker_bug(error=error)
         sys.exit(ExitCode.BUG)
 
 
@@ -135,7 +142,7 @@ def _work(arguments: argparse.Namespace) -> int:
             backends.gateway_id = gateway_id(Path(path).resolve().parent)
             loop = WorkerLoop(answer.cores)
         elif hello.cpus != answer.cpus:
-            _log("exiting: the new gateway assigned other cores, and a pinned worker cannot move")
+            log.worker_cores_changed()
             return ExitCode.DONE
         if lock is None or answer.index != hello.index:
             # Also held without a gateway: it shows the next gateway that this process runs.
@@ -152,7 +159,7 @@ def _work(arguments: argparse.Namespace) -> int:
                 os._exit(ExitCode.DONE)
             return ExitCode.DONE
         deadline_ns = _deadline_ns(answer.reattach_s)
-        _log("connection to the gateway lost; keeping the models and waiting for the next gateway")
+        log.gateway_connection_lost()
 
 
 def _connect(path: str, deadline_ns: int | None, loop: WorkerLoop | None) -> socket.socket | None:
@@ -175,11 +182,6 @@ def _require_time(deadline_ns: int | None, what: str) -> None:
         raise NotReady(
             f"timeout: no gateway {what} (limit: --wait-s at the start, later workers.reattach_s)"
         )
-
-
-def _log(text: str) -> None:
-    sys.stderr.write(f"iskander-worker[{os.getpid()}]: {text}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

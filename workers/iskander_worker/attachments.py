@@ -116,21 +116,21 @@ class Attachments:
         self.is_reassigned = False
         self._add(first)
 
-    def wait(self, wake_fd: int | None = None) -> list[Attachment]:
-        """Wait until a channel or `wake_fd` is readable; return the readable attachments.
+    def wait(self, wake_fds: tuple[int, ...] = ()) -> list[Attachment]:
+        """Wait until a channel or one of `wake_fds` is readable; return the readable attachments.
 
         Returns after a heartbeat interval at the latest. A single channel waits in its read.
         """
+        for fd in wake_fds:
+            self._poll.register(fd, select.POLLIN)
         if self._has_run:
             self._has_run = False
             self._busy_poll()
-        if not self._peers and wake_fd is None:
+        if not self._peers and not wake_fds:
             return self.attached
-        if wake_fd is not None:
-            self._poll.register(wake_fd, select.POLLIN)
         ready = {fd for fd, _ in self._poll.poll(HEARTBEAT_INTERVAL_S * 1000)}
-        if wake_fd is not None:
-            self._poll.unregister(wake_fd)
+        for fd in wake_fds:
+            self._poll.unregister(fd)
         return [each for each in self.attached if each.channel.fileno() in ready]
 
     def _busy_poll(self) -> None:

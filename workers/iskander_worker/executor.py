@@ -2,6 +2,7 @@
 
     one whole request       inputs and results bound in place: no copy
     anything else           rows gathered in a stage of this worker, run there, results scattered
+    a model on a device     enqueued with its copies (`devices`), and ended by the worker loop
 
 A binding is cached by its addresses and rows, unless the batch runs on arrays (`arrays`).
 
@@ -14,12 +15,16 @@ from typing import Final
 
 import numpy as np
 
-from iskander.contract.rows import RowCopier, Rows
+from iskander.contract.rows import RowCopier
 from iskander.control.messages import Execute, Slice
 from iskander.memory.segment import Segment
 from iskander_worker.arrays import ArrayStage
 from iskander_worker.backends import Bound, Run
+from iskander_worker.devices.arenas import PageLockedArenas
+from iskander_worker.devices.cuda import Device
+from iskander_worker.devices.pipeline import Pipeline
 from iskander_worker.session import Session
+from iskander_worker.slices import gather, scatter
 
 BINDINGS_MAX: Final = 512
 BINDING_BYTES_MAX: Final = 65_536
@@ -36,6 +41,7 @@ class Executor:
         self._output = output_segment
         self._bindings: dict[tuple[int, int, int, int, int], Bound] = {}
         self._stages: dict[tuple[int, int], _Stage | ArrayStage] = {}
+        self._arenas: PageLockedArenas | None = None
         self.sessions: dict[int, Session] = {}
 
     def execute(self, message: Execute, run: Run) -> None:
@@ -58,6 +64,25 @@ class Executor:
         self._binding(message, stage.input_address, stage.output_address).run(run)
         stage.scatter(self._output.view, message.slices, message.rows)
 
+    def is_launched(self, message: Execute) -> bool:
+        """Whether a batch is for `launch` instead of `execute`."""
+        session = self.sessions.get(message.model)
+        return session is not None and session.launcher is not None
+
+    def launch(self, message: Execute, run: Run, pipeline: Pipeline) -> None:
+        """Enqueue one batch on a device, or raise `ExecutionFailed`; `pipeline` reports its end."""
+        session = self.sessions[message.model].bucket(message.bucket)
+        self._require_inside(message)
+        assert self._arenas is not None
+        pipeline.launch(session, self._arenas, message, run)
+
+    def page_lock(self, device: Device) -> list[str]:
+        """Page-lock the arenas for a device, once; return notices of what failed."""
+        if self._arenas is not None:
+            return []
+        self._arenas = PageLockedArenas(device, self._input, self._output)
+        return self._arenas.notices
+
     def drop(self, model: int) -> None:
         """Remove a model after its last batch."""
         self.sessions.pop(model, None)
@@ -65,7 +90,9 @@ class Executor:
         self._bindings = {key: kept for key, kept in self._bindings.items() if key[0] != model}
 
     def clear(self) -> None:
-        """Release every binding before the arenas are unmapped."""
+        """Release every binding before the arenas are unmapped; no batch is in flight."""
+        if self._arenas is not None:
+            self._arenas.release()
         self._bindings.clear()
         self._stages.clear()
 
@@ -122,18 +149,9 @@ class _Stage:
         self.output_address = outputs.ctypes.data
 
     def gather(self, source: memoryview, slices: tuple[Slice, ...], rows: int) -> None:
-        """Concatenate the rows of the slices, padded with the last one: zeros could be rejected."""
-        at = 0
-        for each in slices:
-            request = Rows(source[each.input_offset :], each.request_rows, each.first)
-            self._inputs.copy(each.rows, request, Rows(self._input_view, rows, at))
-            at += each.rows
-        self._inputs.repeat_last(self._input_view, at, rows)
+        """Concatenate the rows of the slices, padded with the last one."""
+        gather(self._inputs, source, slices, self._input_view, rows)
 
     def scatter(self, target: memoryview, slices: tuple[Slice, ...], rows: int) -> None:
         """Copy the results of each slice to its output offset."""
-        at = 0
-        for each in slices:
-            results = Rows(target[each.output_offset :], each.rows, 0)
-            self._outputs.copy(each.rows, Rows(self._output_view, rows, at), results)
-            at += each.rows
+        scatter(self._outputs, self._output_view, rows, target, slices)

@@ -8,16 +8,14 @@ Runs on: worker main, and the processes of sandboxed loads.
 
 from __future__ import annotations
 
-import sys
 import traceback
 from pathlib import Path
 
 import iskander
 from iskander.errors import IskanderError, ManifestError
+from iskander.logs import workers as log
 from iskander_worker.tensors import error_text
 
-FRAMES_MAX = 20
-LOG_CHARACTERS_MAX = 16_000
 _OWN_PACKAGES = tuple(Path(file).resolve().parent for file in (__file__, iskander.__file__))
 
 
@@ -25,13 +23,11 @@ def load_error(error: BaseException) -> BaseException:
     """Return the error to report.
 
     An `IskanderError` or an assertion of this program is returned unchanged. Any other becomes a
-    ManifestError with its text; its traceback goes to stderr.
+    ManifestError with its text; its traceback goes to the log.
     """
     if isinstance(error, IskanderError) or _is_own_assertion(error):
         return error
-    lines = traceback.format_exception(error, limit=-FRAMES_MAX, chain=False)
-    sys.stderr.write("".join(lines)[:LOG_CHARACTERS_MAX])
-    sys.stderr.flush()
+    log.model_code_failed(error=error)
     kind, text = type(error).__name__, error_text(error)
     return ManifestError(f"it cannot be loaded: {kind if text == kind else f'{kind}: {text}'}")
 

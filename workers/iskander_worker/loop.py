@@ -1,7 +1,8 @@
 """Event loop of a worker: receives messages, runs batches, answers, writes heartbeats.
 
 Its thread runs all batches and is the only user of the channels. Models are loaded on another
-thread (`loading`).
+thread (`loading`). A batch on a device is launched, and answered when its end is signalled
+(`devices.pipeline`); the next one is launched meanwhile.
 
 Runs on: worker main.
 """
@@ -10,9 +11,10 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from iskander.clock import now_ns
 from iskander.control.channel import FRAME_BYTES_MAX
@@ -24,6 +26,7 @@ from iskander.control.messages import (
     Load,
     Loaded,
     LoadFailed,
+    Notice,
     Probe,
     Probed,
     Stepped,
@@ -36,12 +39,21 @@ from iskander.control.messages import (
 from iskander.errors import Cancelled, IskanderError, ManifestError
 from iskander_worker.attachments import Attachment, Attachments
 from iskander_worker.backends import Run
+from iskander_worker.devices.pipeline import Pipeline
 from iskander_worker.loading.loader import LoadQueue
 
 SHARED_ANSWER_NS: Final = 100_000
 """An answer waits for the next one if the last batch took less time than this, and the next batch
 has no more rows. Batches of a few microseconds that arrived together thus share one answer frame,
 which halves the wake-ups; longer ones are answered one by one."""
+
+
+class _Launched(NamedTuple):
+    """A batch in flight on a device."""
+
+    attachment: Attachment
+    message: Execute
+    begun_ns: int
 
 
 class WorkerLoop:
@@ -53,6 +65,9 @@ class WorkerLoop:
     def __init__(self, cores: int) -> None:
         self._loads = LoadQueue(min(cores, len(os.sched_getaffinity(0))))
         self._attachments: Attachments | None = None
+        self._pipeline: Pipeline | None = None
+        self._launched: deque[_Launched] = deque()
+        self._landed_ns = 0
         self.is_leaving = False
         os.register_at_fork(after_in_child=self._after_fork)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -67,12 +82,17 @@ class WorkerLoop:
         is_drained = is_stopping = is_done = False
         loads = self._loads
         while attachments.attached:
-            attachments.heartbeat()
+            if self._launched:
+                self._answer_launched()  # The heartbeat stays that of the oldest batch.
+            if not self._launched:
+                attachments.heartbeat()
             is_done = is_done or on_iteration()
             if loads.is_busy:
                 self._answer_load(attachments)
-            for attachment in attachments.wait(loads.wake_fd if loads.is_busy else None):
+            for attachment in attachments.wait(self._wake_fds()):
                 drain = self._handle_messages(attachments, attachment)
+                if self._launched and (drain is not None or attachment.channel.has_ended):
+                    self._finish_launched()
                 if drain is not None:
                     is_stopping = is_stopping or drain.is_stopping
                     is_drained = self._on_drain(attachments, attachment, drain) or is_drained
@@ -92,6 +112,14 @@ class WorkerLoop:
         """Start no more loads; return whether this process can exit in an orderly way."""
         return self._loads.shut_down()
 
+    def _wake_fds(self) -> tuple[int, ...]:
+        """Descriptors that are readable after the end of a load, or of a batch on the device."""
+        wake_fds: tuple[int, ...] = (self._loads.wake_fd,) if self._loads.is_busy else ()
+        if self._launched:
+            assert self._pipeline is not None
+            wake_fds = (*wake_fds, self._pipeline.wake_fd)
+        return wake_fds
+
     def _handle_messages(self, attachments: Attachments, attachment: Attachment) -> Drain | None:
         """Handle and answer all messages of a gateway process, up to a `Drain`."""
         channel = attachment.channel
@@ -102,6 +130,9 @@ class WorkerLoop:
                     if answers and not _is_brief(message, attachment):
                         channel.send(encode(answers))
                         answers = []
+                    if self._pipeline is not None and attachment.executor.is_launched(message):
+                        self._launch(message, attachment, answers)
+                        continue
                     beat = partial(
                         attachments.heartbeat, attachment, message.batch_id, message.model
                     )
@@ -157,12 +188,10 @@ class WorkerLoop:
         try:
             attachment.executor.execute(message, run)
         except IskanderError as error:
-            is_aborted = canceller.end()
-            reason = Cancelled("batch cancelled: its callers are gone") if is_aborted else error
-            answers.append(
-                Failed(message.batch_id, reason.code, reason.message, reason.retry_after_ms)
-            )
+            answers.append(_failed(message, error, is_aborted=canceller.end()))
             run.steps = ()
+            if self._pipeline is not None:
+                self._pipeline.check()
             return
         canceller.end()
         run_ns = now_ns() - begun_ns
@@ -172,6 +201,50 @@ class WorkerLoop:
             answers.append(Stepped(message.model, run.steps))
             run.steps = ()
 
+    def _launch(self, message: Execute, attachment: Attachment, answers: list[ToGateway]) -> None:
+        """Enqueue a batch on the device, after the end of another one if two are in flight."""
+        pipeline = self._pipeline
+        assert pipeline is not None and self._attachments is not None
+        while pipeline.is_full:
+            self._answer_launched(is_waiting=True)
+        begun_ns = now_ns()
+        if not self._launched:
+            self._attachments.heartbeat(attachment, message.batch_id, message.model)
+        canceller = attachment.canceller
+        run = canceller.begin(message.batch_id)
+        run.deadline_ns, run.hops = message.deadline_ns, message.hops
+        try:
+            attachment.executor.launch(message, run, pipeline)
+        except IskanderError as error:
+            answers.append(_failed(message, error, is_aborted=canceller.end()))
+            return
+        # An abort after the launch is without effect: kernels in a stream cannot be withdrawn.
+        canceller.end()
+        self._launched.append(_Launched(attachment, message, begun_ns))
+
+    def _answer_launched(self, *, is_waiting: bool = False) -> None:
+        """Answer the batches that have ended on the device."""
+        assert self._pipeline is not None and self._attachments is not None
+        flights = self._pipeline.finish(is_waiting=is_waiting)
+        if not flights:
+            self._pipeline.check()
+            return
+        for flight in flights:
+            attachment, message, begun_ns = self._launched.popleft()
+            # Batches overlap: the time of one begins with the end of the last.
+            run_ns = flight.ended_ns - max(begun_ns, self._landed_ns)
+            self._landed_ns = flight.ended_ns
+            attachment.last_run = (message.model, message.rows, run_ns)
+            attachment.channel.send(encode([Done(message.batch_id, run_ns), flight.copied]))
+        if self._launched:
+            attachment, message, _ = self._launched[0]
+            self._attachments.heartbeat(attachment, message.batch_id, message.model)
+
+    def _finish_launched(self) -> None:
+        """Wait for all batches on the device, before an attachment is closed."""
+        while self._launched:
+            self._answer_launched(is_waiting=True)
+
     def _close_unused(self, attachments: Attachments) -> None:
         """Close the models that no gateway process uses."""
         self._loads.keep(
@@ -179,11 +252,18 @@ class WorkerLoop:
         )
 
     def _answer_load(self, attachments: Attachments) -> None:
-        """Send the answers of a finished load, if its gateway process is still attached."""
+        """Send the answers of a finished load, if its gateway process is still attached.
+
+        Of an unfinished one, send its progress when it is due.
+        """
+        report = self._loads.progress()
+        if report is not None and report[0] in attachments.attached:
+            report[0].channel.send(encode([report[1]]))
         done = self._loads.get()
         if done is None or done[0] not in attachments.attached:
             return
         attachment, answers = done
+        answers = self._prepare_device(attachment, answers)
         frame = encode(answers)
         if len(frame) > FRAME_BYTES_MAX:
             answer = answers[-1]
@@ -197,6 +277,25 @@ class WorkerLoop:
             frame = encode([LoadFailed(answer.model, oversized.code, oversized.message)])
         attachment.channel.send(frame)
 
+    def _prepare_device(self, attachment: Attachment, answers: list[ToGateway]) -> list[ToGateway]:
+        """Page-lock an attachment's arenas for the device of a loaded model; return the answers."""
+        loaded = answers[-1]
+        if type(loaded) is not Loaded:
+            return answers
+        device = attachment.executor.sessions[loaded.model].device
+        if device is None:
+            return answers
+        if self._pipeline is None:
+            self._pipeline = Pipeline(device)
+        if self._pipeline.device is not device:
+            attachment.executor.drop(loaded.model)
+            several = ManifestError(
+                f"this worker computes on device {self._pipeline.device.number}, and the model "
+                f"names device {device.number}: a worker uses one device"
+            )
+            return [LoadFailed(loaded.model, several.code, several.message)]
+        return [*map(Notice, attachment.executor.page_lock(device)), *answers]
+
     def _after_fork(self) -> None:
         """Close the channels in a child of a model's code, so that they end with this worker."""
         for attachment in self._attachments.attached if self._attachments is not None else ():
@@ -204,6 +303,11 @@ class WorkerLoop:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.is_leaving = True
+
+
+def _failed(message: Execute, error: IskanderError, *, is_aborted: bool) -> Failed:
+    reason = Cancelled("batch cancelled: its callers are gone") if is_aborted else error
+    return Failed(message.batch_id, reason.code, reason.message, reason.retry_after_ms)
 
 
 def _is_brief(message: Execute, attachment: Attachment) -> bool:

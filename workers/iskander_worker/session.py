@@ -24,6 +24,7 @@ from iskander.control.messages import ModelSpec
 from iskander.memory.heartbeat import model_digest
 from iskander_worker.arrays import ArrayBatch, Compute
 from iskander_worker.backends import BindingModel, Bound, Model, RemoteModel, Run, load_model
+from iskander_worker.devices.workspace import SLOTS, DeviceBatch, Launcher, Workspace
 from iskander_worker.loading.model_files import folder_sha256
 from iskander_worker.loading.opener import require_trusted
 from iskander_worker.postprocess import PostProcessor
@@ -38,6 +39,9 @@ class Session:
         notices: Problems that do not prevent serving.
         digest: Digest of the model version, for heartbeats.
         files_sha256: Hash of the model's files, of `Loaded`.
+        device: GPU that it computes on, if any.
+        launcher: Of a model on a device, unless a tensor must be converted on the host.
+        workspaces: Device memory of each slot; empty without a launcher.
     """
 
     def __init__(
@@ -72,6 +76,13 @@ class Session:
         can_bind = is_plain and not (self.inputs.has_strings or self.outputs.has_strings)
         self._binding = model if isinstance(model, BindingModel) and can_bind else None
         self.is_binding_reusable = self._binding is not None and self._binding.is_binding_reusable
+        # Booleans are bits in an arena and bytes in a tensor: the host converts them.
+        columns = (*self.contract.inputs, *self.contract.outputs)
+        can_bind = can_bind and all(spec.type.dtype_name != "bool" for spec in columns)
+        launcher: Launcher | None = getattr(model, "launcher", None)
+        self.device = launcher.device if launcher is not None else None
+        self.launcher = launcher if can_bind else None
+        self.workspaces = self._make_workspaces()
         self._buckets = tuple(map(self._variant, variants(self.contract)[:-1]))
 
     def bucket(self, number: int) -> Session:
@@ -81,11 +92,27 @@ class Session:
     def _variant(self, contract: Contract) -> Session:
         session = copy.copy(self)
         session.contract, session.inputs = contract, RowCopier(contract.inputs)
+        session.workspaces = session._make_workspaces()
         session._buckets = ()
         return session
 
+    def _make_workspaces(self) -> list[Workspace]:
+        launcher, contract = self.launcher, self.contract
+        if launcher is None:
+            return []
+        return [Workspace(launcher, contract, self.inputs, self.outputs) for _ in range(SLOTS)]
+
     def bind(self, rows: int, input_address: int, output_address: int) -> Bound:
         """Bind a batch to the addresses of its bodies, as `BindingModel.bind` does."""
+        if self.launcher is not None:
+            return DeviceBatch(
+                self.launcher,
+                self.workspaces[0],
+                self.contract,
+                rows,
+                input_address,
+                output_address,
+            )
         if self._binding is not None:
             return self._binding.bind(self.contract, rows, input_address, output_address)
         return ArrayBatch(
@@ -94,6 +121,11 @@ class Session:
 
     def close(self) -> None:
         """Release the model."""
+        if self.device is not None:
+            self.device.use()  # It may have been loaded on another thread only.
+        for session in (*self._buckets, self):
+            for workspace in session.workspaces:
+                workspace.close()
         self._model.close()
 
     def probe(self, run: Run) -> str:
@@ -108,3 +140,8 @@ class Session:
         for each in self._buckets:
             warm(each, self._folder, generated, rows_max)
         warm(self, self._folder, self._warm_up, rows_max)
+        if self.launcher is not None:
+            for each in (*self._buckets, self):
+                for _ in range(SLOTS):  # Each slot has launches and graphs of its own.
+                    warm(each, self._folder, generated, rows_max, self.launcher.graph_rows)
+                    each.workspaces.reverse()

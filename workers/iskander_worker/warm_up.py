@@ -37,11 +37,15 @@ _BFLOAT16_SHIFT = 16
 _READ_ERRORS = (
     OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, MemoryError,
 )  # fmt: skip
-_OUT_OF_MEMORY = re.compile("bad_alloc|allocate memory", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(
+    "bad_alloc|allocate memory|device memory|smaller than requested|out of memory", re.IGNORECASE
+)
 
 
-def warm(session: Session, folder: Path, plan: WarmUp, rows_max: int) -> None:
-    """Run the recorded sample, or a generated batch of one row and a larger one.
+def warm(
+    session: Session, folder: Path, plan: WarmUp, rows_max: int, graph_rows: tuple[int, ...] = ()
+) -> None:
+    """Run the recorded sample, or a generated batch of one row, a larger one, and `graph_rows`.
 
     A generated batch may fail, as its values may be invalid (an index beyond a table). A failed
     sample, or too little memory, is a `ManifestError`.
@@ -51,7 +55,7 @@ def warm(session: Session, folder: Path, plan: WarmUp, rows_max: int) -> None:
         _run_sample(session, folder, plan, contract.rows_fixed or rows_max)
         return
     sizes = {1, min(rows_max, ROWS)} if contract.rows_fixed is None else {contract.rows_fixed}
-    for rows in sorted(sizes):
+    for rows in sorted(sizes.union(graph_rows)):
         try:
             compute(session, rows, generate_inputs(contract.inputs, rows, plan))
         except (ContractError, ExecutionFailed) as error:

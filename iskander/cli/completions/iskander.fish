@@ -50,8 +50,8 @@ function _shtab_iskander_using
   test "$_shtab_iskander_cmdpath" = "$argv"
 end
 
-set -g _shtab_iskander_commands check manifest doctor models load unload stats drain reload token top bench score install-systemd config 'config show' 'config reference' 'config import-inferential' completion
-set -g _shtab_iskander_opts_with_value --address --arrivals --batch-rows --clients --compression --concurrency --config --csv --data --duration-s --engine --file --file-size --filter --interval --keep --limit --list-length --map --model --model-version --on-error --output --overwrite --partition-by --pid --plot --prefix --progress --rate --ray-address --remote --report --rows --sample --server --set --sort-by --source --state --string-bytes --timeout-s --tls-certificate --tls-key --tls-roots --unit-size --user --version --warm-up-s -o
+set -g _shtab_iskander_commands check manifest doctor models 'models compare' load unload stats drain reload token top drift 'drift show' 'drift record' events logs 'logs explain' 'logs list' bench score install-systemd config 'config show' 'config reference' 'config import-inferential' completion
+set -g _shtab_iskander_opts_with_value --address --admin --arrivals --batch-rows --clients --compression --concurrency --config --count --csv --data --duration-s --engine --file --file-size --filter --interval --keep --limit --list-length --map --model --model-version --on-error --output --overwrite --partition-by --pid --plot --prefix --progress --rate --ray-address --remote --report --rows --sample --server --set --sort-by --source --state --string-bytes --timeout-s --tls-certificate --tls-key --tls-roots --topic --unit-size --user --version --warm-up-s -o
 
 complete -c iskander -e
 complete -c iskander -f
@@ -87,6 +87,10 @@ complete -c iskander -n '_shtab_iskander_using models' -l tls-roots -xka "(__fis
 complete -c iskander -n '_shtab_iskander_using models' -l tls-certificate -xka "(__fish_complete_path (commandline -ct))" -d 'client certificate, if the server requires one'
 complete -c iskander -n '_shtab_iskander_using models' -l tls-key -xka "(__fish_complete_path (commandline -ct))" -d 'private key of the client certificate'
 complete -c iskander -n '_shtab_iskander_using models' -l json -d 'print one JSON value'
+complete -c iskander -n '_shtab_iskander_using models; and test $_shtab_iskander_npos -eq 0' -a compare -d 'Compare the results of a model'"'"'s shadow versions with those of the served ones.'
+complete -c iskander -n '_shtab_iskander_using models compare' -s h -l help -d 'show this help message and exit'
+complete -c iskander -n '_shtab_iskander_using models compare' -l admin -x -d '`admin.address` of the server (default: 127.0.0.1:50052)'
+complete -c iskander -n '_shtab_iskander_using models compare' -l json -d 'print one JSON value'
 complete -c iskander -n '_shtab_iskander_using; and test $_shtab_iskander_npos -eq 0' -a load -d 'Load a model of the repository, or its changed files.'
 complete -c iskander -n '_shtab_iskander_using load' -s h -l help -d 'show this help message and exit'
 complete -c iskander -n '_shtab_iskander_using load' -l address -x -d 'default: 127.0.0.1:50051'
@@ -136,6 +140,7 @@ complete -c iskander -n '_shtab_iskander_using token' -l json -d 'print one JSON
 complete -c iskander -n '_shtab_iskander_using token' -l file -xka "(__fish_complete_path (commandline -ct))" -d 'tokens, TOML'
 complete -c iskander -n '_shtab_iskander_using token' -l model -x -d 'models that the token may use, such as `demo-*`; repeatable (default: all)'
 complete -c iskander -n '_shtab_iskander_using token' -l manage -d 'also allow load and unload'
+complete -c iskander -n '_shtab_iskander_using token' -l password -d 'add a password, read from the terminal or from standard input, in place of a token'
 complete -c iskander -n '_shtab_iskander_using token' -l source -x -d 'sources that the token may read, if it may use their models; repeatable'
 complete -c iskander -n '_shtab_iskander_using; and test $_shtab_iskander_npos -eq 0' -a top -d 'Show models and workers of a server, live.'
 complete -c iskander -n '_shtab_iskander_using top' -s h -l help -d 'show this help message and exit'
@@ -147,6 +152,40 @@ complete -c iskander -n '_shtab_iskander_using top' -l tls-key -xka "(__fish_com
 complete -c iskander -n '_shtab_iskander_using top' -l json -d 'print one JSON value'
 complete -c iskander -n '_shtab_iskander_using top' -l interval -x -d '0.2 to 60 (default: 1.0)'
 complete -c iskander -n '_shtab_iskander_using top' -l once -d 'print one interval and end'
+complete -c iskander -n '_shtab_iskander_using; and test $_shtab_iskander_npos -eq 0' -a drift -d 'show drift, or record a reference'
+complete -c iskander -n '_shtab_iskander_using drift' -s h -l help -d 'show this help message and exit'
+complete -c iskander -n '_shtab_iskander_using drift; and test $_shtab_iskander_npos -eq 0' -a show -d 'Show the drift of a server'"'"'s models; exit code 1 if a column drifts.'
+complete -c iskander -n '_shtab_iskander_using drift show' -s h -l help -d 'show this help message and exit'
+complete -c iskander -n '_shtab_iskander_using drift show' -l address -x -d 'default: 127.0.0.1:50051'
+complete -c iskander -n '_shtab_iskander_using drift show' -l tls -d 'connect with TLS'
+complete -c iskander -n '_shtab_iskander_using drift show' -l tls-roots -xka "(__fish_complete_path (commandline -ct))" -d 'trusted CA certificates (default: the system'"'"'s)'
+complete -c iskander -n '_shtab_iskander_using drift show' -l tls-certificate -xka "(__fish_complete_path (commandline -ct))" -d 'client certificate, if the server requires one'
+complete -c iskander -n '_shtab_iskander_using drift show' -l tls-key -xka "(__fish_complete_path (commandline -ct))" -d 'private key of the client certificate'
+complete -c iskander -n '_shtab_iskander_using drift show' -l json -d 'print one JSON value'
+complete -c iskander -n '_shtab_iskander_using drift; and test $_shtab_iskander_npos -eq 0' -a record -d 'Record the reference of a model from its training data.'
+complete -c iskander -n '_shtab_iskander_using drift record' -s h -l help -d 'show this help message and exit'
+complete -c iskander -n '_shtab_iskander_using drift record' -l json -d 'print one JSON value'
+complete -c iskander -n '_shtab_iskander_using drift record' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'default: drift-reference.msgpack beside the model'
+complete -c iskander -n '_shtab_iskander_using drift record' -l config -xka "(__fish_complete_path (commandline -ct))" -d 'configuration with the model, and a share in its [models.drift]'
+complete -c iskander -n '_shtab_iskander_using drift record' -l map -x -d repeatable
+complete -c iskander -n '_shtab_iskander_using; and test $_shtab_iskander_npos -eq 0' -a events -d 'Print the events of a server, live: completed requests, changes of workers, models.'
+complete -c iskander -n '_shtab_iskander_using events' -s h -l help -d 'show this help message and exit'
+complete -c iskander -n '_shtab_iskander_using events' -l address -x -d 'default: 127.0.0.1:50051'
+complete -c iskander -n '_shtab_iskander_using events' -l tls -d 'connect with TLS'
+complete -c iskander -n '_shtab_iskander_using events' -l tls-roots -xka "(__fish_complete_path (commandline -ct))" -d 'trusted CA certificates (default: the system'"'"'s)'
+complete -c iskander -n '_shtab_iskander_using events' -l tls-certificate -xka "(__fish_complete_path (commandline -ct))" -d 'client certificate, if the server requires one'
+complete -c iskander -n '_shtab_iskander_using events' -l tls-key -xka "(__fish_complete_path (commandline -ct))" -d 'private key of the client certificate'
+complete -c iskander -n '_shtab_iskander_using events' -l topic -x -d 'begin of topics, such as completion/churn/ or worker; repeatable (default: all)'
+complete -c iskander -n '_shtab_iskander_using events' -l count -x -d 'end after this number of events (default: 0, no end)'
+complete -c iskander -n '_shtab_iskander_using events' -l json -d 'print a JSON value on each line'
+complete -c iskander -n '_shtab_iskander_using; and test $_shtab_iskander_npos -eq 0' -a logs -d 'explain the events of a server'"'"'s log'
+complete -c iskander -n '_shtab_iskander_using logs' -s h -l help -d 'show this help message and exit'
+complete -c iskander -n '_shtab_iskander_using logs; and test $_shtab_iskander_npos -eq 0' -a explain -d 'The meaning of an event, and what to do about it.'
+complete -c iskander -n '_shtab_iskander_using logs explain' -s h -l help -d 'show this help message and exit'
+complete -c iskander -n '_shtab_iskander_using logs explain' -l json -d 'print one JSON value'
+complete -c iskander -n '_shtab_iskander_using logs; and test $_shtab_iskander_npos -eq 0' -a list -d 'Every event of the log.'
+complete -c iskander -n '_shtab_iskander_using logs list' -s h -l help -d 'show this help message and exit'
+complete -c iskander -n '_shtab_iskander_using logs list' -l json -d 'print one JSON value'
 complete -c iskander -n '_shtab_iskander_using; and test $_shtab_iskander_npos -eq 0' -a bench -d 'Measure a model of a server under load.'
 complete -c iskander -n '_shtab_iskander_using bench' -s h -l help -d 'show this help message and exit'
 complete -c iskander -n '_shtab_iskander_using bench' -l version -x -d 'version or alias'
@@ -177,6 +216,7 @@ complete -c iskander -n '_shtab_iskander_using score' -l model-version -x -d 've
 complete -c iskander -n '_shtab_iskander_using score' -l tls -d 'connect with TLS'
 complete -c iskander -n '_shtab_iskander_using score' -l engine -x -d 'here, or ray: tasks and servers of Ray'
 complete -c iskander -n '_shtab_iskander_using score' -l ray-address -x -d 'auto, local or HOST:PORT'
+complete -c iskander -n '_shtab_iskander_using score' -l allow-unprotected-network -d 'servers of Ray'"'"'s nodes listen without TLS or tokens'
 complete -c iskander -n '_shtab_iskander_using score' -l map -x -d repeatable
 complete -c iskander -n '_shtab_iskander_using score' -l keep -x -d 'input columns in the output (default: all)'
 complete -c iskander -n '_shtab_iskander_using score' -l filter -x -d 'such as "a > 3 and b in ['"'"'x'"'"', '"'"'y'"'"']"'

@@ -16,8 +16,11 @@ _shtab_iskander_commands() {
     config:'show a configuration, or every setting'
     doctor:'Check this machine for a configuration.'
     drain:'Stop a server after its accepted requests.'
+    drift:'show drift, or record a reference'
+    events:'Print the events of a server, live: completed requests, changes of workers, models.'
     install-systemd:'Write the systemd units of a configuration.'
     load:'Load a model of the repository, or its changed files.'
+    logs:'explain the events of a server'"'"'s log'
     manifest:'Print the manifest of a model, or derive one.'
     models:'List the models of a server, and load errors.'
     reload:'Apply the changed settings of a server'"'"'s configuration file.'
@@ -37,6 +40,29 @@ _shtab_iskander_config_commands() {
     show:'Every value of a file, and its origin.'
   )
   _describe 'iskander config commands' _commands
+}
+
+_shtab_iskander_drift_commands() {
+  local _commands=(
+    record:'Record the reference of a model from its training data.'
+    show:'Show the drift of a server'"'"'s models; exit code 1 if a column drifts.'
+  )
+  _describe 'iskander drift commands' _commands
+}
+
+_shtab_iskander_logs_commands() {
+  local _commands=(
+    explain:'The meaning of an event, and what to do about it.'
+    list:'Every event of the log.'
+  )
+  _describe 'iskander logs commands' _commands
+}
+
+_shtab_iskander_models_commands() {
+  local _commands=(
+    compare:'Compare the results of a model'"'"'s shadow versions with those of the served ones.'
+  )
+  _describe 'iskander models commands' _commands
 }
 
 _shtab_iskander_options=(
@@ -154,6 +180,55 @@ _shtab_iskander_drain_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_iskander_drain_defaults_added=0
 
+_shtab_iskander_drift_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_iskander_drift_defaults_added=0
+
+_shtab_iskander_drift_record_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print one JSON value]"
+  {-o,--output}"[default\: drift-reference.msgpack beside the model]:FILE:_files"
+  "--config[configuration with the model, and a share in its \[models.drift\]]:FILE:_files"
+  "*--map[repeatable]:INPUT=COLUMN:"
+  ":file or folder\; with --config its name:"
+  "(*):files, folders, URIs, a table:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_iskander_drift_record_defaults_added=0
+
+_shtab_iskander_drift_show_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--address[default\: 127.0.0.1\:50051]:address:"
+  "--tls[connect with TLS]"
+  "--tls-roots[trusted CA certificates (default\: the system\'s)]:FILE.pem:_files"
+  "--tls-certificate[client certificate, if the server requires one]:FILE.pem:_files"
+  "--tls-key[private key of the client certificate]:FILE.pem:_files"
+  "--json[print one JSON value]"
+  ":only this model:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_iskander_drift_show_defaults_added=0
+
+_shtab_iskander_events_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--address[default\: 127.0.0.1\:50051]:address:"
+  "--tls[connect with TLS]"
+  "--tls-roots[trusted CA certificates (default\: the system\'s)]:FILE.pem:_files"
+  "--tls-certificate[client certificate, if the server requires one]:FILE.pem:_files"
+  "--tls-key[private key of the client certificate]:FILE.pem:_files"
+  "*--topic[begin of topics, such as completion\/churn\/ or worker\; repeatable (default\: all)]:TOPIC:"
+  "--count[end after this number of events (default\: 0, no end)]:N:"
+  "--json[print a JSON value on each line]"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_iskander_events_defaults_added=0
+
 _shtab_iskander_install_systemd_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--config[configuration, TOML]:FILE:_files"
@@ -181,6 +256,30 @@ _shtab_iskander_load_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_iskander_load_defaults_added=0
 
+_shtab_iskander_logs_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_iskander_logs_defaults_added=0
+
+_shtab_iskander_logs_explain_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print one JSON value]"
+  ":\`event\` of a JSON line, or from the list:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_iskander_logs_explain_defaults_added=0
+
+_shtab_iskander_logs_list_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print one JSON value]"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_iskander_logs_list_defaults_added=0
+
 _shtab_iskander_manifest_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print one JSON value]"
@@ -206,6 +305,16 @@ _shtab_iskander_models_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_iskander_models_defaults_added=0
 
+_shtab_iskander_models_compare_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--admin[\`admin.address\` of the server (default\: 127.0.0.1\:50052)]:HOST:PORT:"
+  "--json[print one JSON value]"
+  ":model name:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_iskander_models_compare_defaults_added=0
+
 _shtab_iskander_reload_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--address[default\: 127.0.0.1\:50051]:address:"
@@ -228,6 +337,7 @@ _shtab_iskander_score_options=(
   "--tls[connect with TLS]"
   "--engine[here, or ray\: tasks and servers of Ray]:NAME:"
   "--ray-address[auto, local or HOST\:PORT]:ADDRESS:"
+  "--allow-unprotected-network[servers of Ray\'s nodes listen without TLS or tokens]"
   "*--map[repeatable]:INPUT=COLUMN:"
   "--keep[input columns in the output (default\: all)]:COLUMN,...:"
   "--filter[such as \"a \> 3 and b in \[\'x\', \'y\'\]\"]:TEXT:"
@@ -273,6 +383,7 @@ _shtab_iskander_token_options=(
   "--file[tokens, TOML]:FILE:_files"
   "*--model[models that the token may use, such as \`demo-\*\`\; repeatable (default\: all)]:PATTERN:"
   "--manage[also allow load and unload]"
+  "--password[add a password, read from the terminal or from standard input, in place of a token]"
   "*--source[sources that the token may read, if it may use their models\; repeatable]:PATTERN:"
   ":client of the token\'s requests:"
 )
@@ -335,10 +446,13 @@ _shtab_iskander() {
         config) _shtab_iskander_config ;;
         doctor) _arguments -C -s $_shtab_iskander_doctor_options ;;
         drain) _arguments -C -s $_shtab_iskander_drain_options ;;
+        drift) _shtab_iskander_drift ;;
+        events) _arguments -C -s $_shtab_iskander_events_options ;;
         install-systemd) _arguments -C -s $_shtab_iskander_install_systemd_options ;;
         load) _arguments -C -s $_shtab_iskander_load_options ;;
+        logs) _shtab_iskander_logs ;;
         manifest) _arguments -C -s $_shtab_iskander_manifest_options ;;
-        models) _arguments -C -s $_shtab_iskander_models_options ;;
+        models) _shtab_iskander_models ;;
         reload) _arguments -C -s $_shtab_iskander_reload_options ;;
         score) _arguments -C -s $_shtab_iskander_score_options ;;
         stats) _arguments -C -s $_shtab_iskander_stats_options ;;
@@ -370,6 +484,77 @@ _shtab_iskander_config() {
         import-inferential) _arguments -C -s $_shtab_iskander_config_import_inferential_options ;;
         reference) _arguments -C -s $_shtab_iskander_config_reference_options ;;
         show) _arguments -C -s $_shtab_iskander_config_show_options ;;
+      esac
+  esac
+}
+
+_shtab_iskander_drift() {
+  local context state line curcontext="$curcontext" one_or_more='(*)' remainder='(-)*:' default='*::: :->drift'
+
+  # Add default positional/remainder specs only if none exist, and only once per session
+  if (( ! _shtab_iskander_drift_defaults_added )); then
+    if (( ${_shtab_iskander_drift_options[(I)${(q)one_or_more}*]} +          ${_shtab_iskander_drift_options[(I)${(q)remainder}*]} +          ${_shtab_iskander_drift_options[(I)${(q)default}]} == 0 )); then
+      _shtab_iskander_drift_options+=(': :_shtab_iskander_drift_commands' '*::: :->drift')
+    fi
+    _shtab_iskander_drift_defaults_added=1
+  fi
+  _arguments -C -s $_shtab_iskander_drift_options
+
+  case $state in
+    drift)
+      words=($line[1] "${words[@]}")
+      (( CURRENT += 1 ))
+      curcontext="${curcontext%:*:*}:_shtab_iskander_drift-$line[1]:"
+      case $line[1] in
+        record) _arguments -C -s $_shtab_iskander_drift_record_options ;;
+        show) _arguments -C -s $_shtab_iskander_drift_show_options ;;
+      esac
+  esac
+}
+
+_shtab_iskander_logs() {
+  local context state line curcontext="$curcontext" one_or_more='(*)' remainder='(-)*:' default='*::: :->logs'
+
+  # Add default positional/remainder specs only if none exist, and only once per session
+  if (( ! _shtab_iskander_logs_defaults_added )); then
+    if (( ${_shtab_iskander_logs_options[(I)${(q)one_or_more}*]} +          ${_shtab_iskander_logs_options[(I)${(q)remainder}*]} +          ${_shtab_iskander_logs_options[(I)${(q)default}]} == 0 )); then
+      _shtab_iskander_logs_options+=(': :_shtab_iskander_logs_commands' '*::: :->logs')
+    fi
+    _shtab_iskander_logs_defaults_added=1
+  fi
+  _arguments -C -s $_shtab_iskander_logs_options
+
+  case $state in
+    logs)
+      words=($line[1] "${words[@]}")
+      (( CURRENT += 1 ))
+      curcontext="${curcontext%:*:*}:_shtab_iskander_logs-$line[1]:"
+      case $line[1] in
+        explain) _arguments -C -s $_shtab_iskander_logs_explain_options ;;
+        list) _arguments -C -s $_shtab_iskander_logs_list_options ;;
+      esac
+  esac
+}
+
+_shtab_iskander_models() {
+  local context state line curcontext="$curcontext" one_or_more='(*)' remainder='(-)*:' default='*::: :->models'
+
+  # Add default positional/remainder specs only if none exist, and only once per session
+  if (( ! _shtab_iskander_models_defaults_added )); then
+    if (( ${_shtab_iskander_models_options[(I)${(q)one_or_more}*]} +          ${_shtab_iskander_models_options[(I)${(q)remainder}*]} +          ${_shtab_iskander_models_options[(I)${(q)default}]} == 0 )); then
+      _shtab_iskander_models_options+=(': :_shtab_iskander_models_commands' '*::: :->models')
+    fi
+    _shtab_iskander_models_defaults_added=1
+  fi
+  _arguments -C -s $_shtab_iskander_models_options
+
+  case $state in
+    models)
+      words=($line[1] "${words[@]}")
+      (( CURRENT += 1 ))
+      curcontext="${curcontext%:*:*}:_shtab_iskander_models-$line[1]:"
+      case $line[1] in
+        compare) _arguments -C -s $_shtab_iskander_models_compare_options ;;
       esac
   esac
 }

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+from iskander.auth.quota import NO_LIMITS
+from iskander.config.auth import GrantLimits
 from iskander.config.schema import LimitsConfig
 from iskander.contract.tensors import Contract, body_layout
 
 
-def batch_limits(contract: Contract, limits: LimitsConfig) -> dict[str, int]:
-    """Return the maximum rows, bytes and string bytes of a batch.
+def batch_limits(
+    contract: Contract, limits: LimitsConfig, own: GrantLimits = NO_LIMITS
+) -> dict[str, int]:
+    """Return the maximum rows, bytes and string bytes of a batch of a grant with limits `own`.
 
     Rows are fewer than `limits.rows` if the tensors of so many rows exceed `limits.bytes`, which
     padded lists do, or if their results exceed `limits.result_bytes`. At least one.
@@ -24,4 +28,6 @@ def batch_limits(contract: Contract, limits: LimitsConfig) -> dict[str, int]:
         return tensor_bytes > limits.bytes or result_bytes > limits.result_bytes
 
     rows = bisect_right(range(1, limits.rows + 1), x=False, key=excess)
-    return {"rows": max(rows, 1), "bytes": limits.bytes, "string_bytes": limits.string_bytes}
+    rows = min(rows, own.batch_rows or rows, own.outstanding_rows or rows)
+    size = min(limits.bytes, own.batch_bytes or limits.bytes)
+    return {"rows": max(rows, 1), "bytes": size, "string_bytes": min(limits.string_bytes, size)}

@@ -10,7 +10,6 @@ Runs on: gateway loop. Source: Arrow Flight RPC protocol.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any, Final
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.errors import Draining, IskanderError, MalformedInput, ModelMoved, detach
+from iskander.logs import requests as log
 from iskander.memory.chunked_copy import WHOLE_BYTES
 from iskander.memory.client_segment import ClientSegment
 from iskander.protocols.flight.codec import LongMessage, ParsedBatch, StreamCodec
@@ -36,8 +36,6 @@ from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import Caller, Request
 from iskander.transport.http2.call import Call, Message
 from iskander.transport.http2.status import RpcError
-
-log: Final = logging.getLogger("iskander.flight")
 
 OPEN_S: Final = 30.0
 """Timeout for the schema of a new stream."""
@@ -158,7 +156,7 @@ class Exchange:
         self._tracer = dispatcher.tracer
         self._opened_ns = now_ns()
         self._terms = StreamTerms(
-            call.metadata, call.deadline_ns, call.source, is_traced=self._tracer is not None
+            call.metadata, call.deadline_ns, call.source, is_traced=dispatcher.uses_contexts
         )
         self._codec: StreamCodec | None = None
         self.target = StreamTarget(find, models, self._terms.route_key)
@@ -232,8 +230,8 @@ class Exchange:
             pending.response = await asyncio.to_thread(
                 _prepare, self._codec, pending.parsed, results
             )
-        except Exception:
-            log.exception("stream: response assembly failed")
+        except Exception as failure:
+            log.stream_failed(stage="response assembly", error=failure)
             pending.error = IskanderError("the server failed to assemble the results")
         self._write_soon()
 
@@ -265,8 +263,8 @@ class Exchange:
                     self._read_batch(raw)
         except (IskanderError, RpcError) as error:
             self._end(error)
-        except Exception:
-            log.exception("stream: read failed")
+        except Exception as failure:
+            log.stream_failed(stage="read", error=failure)
             self._end(IskanderError("the server failed to read the stream"))
         finally:
             self._is_reading = False
@@ -343,8 +341,8 @@ class Exchange:
             if self._tracer is not None and pending is not None:
                 self._trace(pending, error)
             self._reject(error)
-        except Exception:
-            log.exception("stream: batch admission failed")
+        except Exception as failure:
+            log.stream_failed(stage="batch admission", error=failure)
             self._end(IskanderError("the server failed to admit the batch"))
         finally:
             self._call.release_memory(work_bytes)
@@ -470,8 +468,8 @@ class Exchange:
                     call.send(*parts)
                 if self._tracer is not None:
                     self._trace(pending, pending.error)
-        except Exception:
-            log.exception("stream: write failed")
+        except Exception as failure:
+            log.stream_failed(stage="write", error=failure)
             return self._finish_run(IskanderError("the server failed to write the stream"))
         if self._is_ended and not unwritten and not call.is_blocked:
             self._finish_run(self._end_error)

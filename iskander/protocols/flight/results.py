@@ -18,6 +18,7 @@ from iskander.arrow.types import leaf_of, to_arrow
 from iskander.contract.result_types import ListOf, ResultType, Value, leaves_of, parse_result_type
 from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import Contract, body_layout
+from iskander.errors import ExecutionFailed
 
 
 def result_columns(
@@ -83,6 +84,8 @@ def _variable_lists(
     """Lists whose lengths are the last leaf."""
     lengths = leaves.pop()[0].to_numpy()
     width = leaves[0][1][0]
+    if np.any((lengths < 0) | (lengths > width)):  # Clients do not check the lists that they read.
+        raise ExecutionFailed(f"the worker returned lists of other lengths than 0 to {width}")
     items = _compose(kind.item, leaves, rows * width, 1)
     is_used = np.arange(width) < lengths[:, None]
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -16,9 +16,11 @@ from google.protobuf.message import DecodeError, Message
 from iskander._generated import flight_pb2
 from iskander.arrow.request_schema import request_schema
 from iskander.arrow.types import output_schema
-from iskander.auth.grants import HEADER, Grant, bearer_token
+from iskander.auth.audit import AuditLog
+from iskander.auth.grants import HEADER, Grant, handshake_header
+from iskander.auth.quota import NO_LIMITS
 from iskander.config.schema import LimitsConfig
-from iskander.decoders import thread_safe
+from iskander.decoders import DECODE_ERRORS, thread_safe
 from iskander.errors import Draining, IskanderError, MalformedInput, Overloaded, Unsupported
 from iskander.measurement.recent_values import RecentValues
 from iskander.protocols.flight.batch_limits import batch_limits
@@ -63,6 +65,7 @@ class FlightService:
     """Handlers of the FlightService calls; `stats` returns the result of the `stats` action.
 
     Attributes:
+        audit: Records loads, unloads, drains and reloads.
         sources: Sources of the configuration; None without any.
         operate: Runs the actions `drain` and `reload` of an operator; None if they are unavailable.
     """
@@ -92,11 +95,16 @@ class FlightService:
         self.sources: FlightSources | None = None
         self.operate: Callable[[str], Awaitable[dict[str, Any]]] | None = None
         self.is_draining = False
+        self.audit = AuditLog()
 
     @property
     def has_work(self) -> bool:
         """Whether any stream or read of a source is open."""
         return bool(self.exchanges or (self.sources is not None and self.sources.reads))
+
+    def reader_grant(self, call: Call) -> Grant | None:
+        """The grant of an open read of a source, for a call of its reader process; else None."""
+        return None if self.sources is None else self.sources.reader_grant(call)
 
     def drain(self) -> None:
         """Stop reading batches; the streams of open reads of sources resume."""
@@ -165,8 +173,8 @@ class FlightService:
         request = _parse(flight_pb2.HandshakeRequest, await _first_message(call))
         response = flight_pb2.HandshakeResponse(protocol_version=request.protocol_version)
         await call.write(response.SerializeToString())
-        tokens = [bearer_token(str(value)) for name, value in call.metadata if name == HEADER]
-        call.end(metadata=tuple((HEADER, f"Bearer {token}") for token in tokens))
+        shown = [handshake_header(str(value)) for name, value in call.metadata if name == HEADER]
+        call.end(metadata=tuple((HEADER, each) for each in shown))
 
     async def list_flights(self, _: bytes, call: Call) -> None:
         """List the loaded model versions, and the sources, that the caller may use."""
@@ -206,7 +214,7 @@ class FlightService:
     async def do_action(self, raw: bytes, call: Call) -> None:
         """Run an action; results are JSON, schemas are IPC messages."""
         action = _parse(flight_pb2.Action, raw)
-        for result in await self._act(action.type, action.body, call.grant):
+        for result in await self._act(action.type, action.body, call):
             body = result if isinstance(result, bytes) else msgspec.json.encode(result)
             await call.write(flight_pb2.Result(body=body).SerializeToString())
 
@@ -225,10 +233,12 @@ class FlightService:
         """Not supported."""
         raise Unsupported("PollFlightInfo is not supported; use GetFlightInfo")
 
-    def describe(self, lane: Lane) -> list[bytes]:
+    def describe(self, lane: Lane, grant: Grant) -> list[bytes]:
         """Return a model's contract: JSON, and the schemas of inputs and results."""
         assert lane.contract is not None
-        described = describe(lane) | {"limits": batch_limits(lane.contract, self.limits)}
+        quota = self._input_arena.quotas.get(grant.name)
+        own = NO_LIMITS if quota is None else quota.limits
+        described = describe(lane) | {"limits": batch_limits(lane.contract, self.limits, own)}
         described |= self.models.describe_versions(lane.model.name)
         inputs = request_schema(lane.contract).serialize().to_pybytes()
         return [msgspec.json.encode(described), inputs, _result_schema(lane)]
@@ -252,8 +262,9 @@ class FlightService:
         is_source = self.sources is not None and len(path) == 1 and path[0] in self.sources
         return SourceQuery(source=path[0]) if is_source else None
 
-    async def _act(self, name: str, body: bytes, grant: Grant) -> list[Any]:
+    async def _act(self, name: str, body: bytes, call: Call) -> list[Any]:
         """Results of an action: IPC messages, or objects to encode as JSON."""
+        grant = call.grant
         if name == "health":
             state = self.models.readiness()
             state["ready"] = state["ready"] and not self.is_draining
@@ -262,27 +273,32 @@ class FlightService:
         if name == "models":
             return [[m for m in self.models.describe_all() if grant.may_call(m["name"])]]
         if name in SERVER_ACTIONS:
-            return [await self._act_on_server(name, body, grant)]
+            return [await self._act_on_server(name, body, call)]
         if name not in ("contract", "load", "unload"):
             raise Unsupported(f"unknown action `{name[:100]}`; available: {', '.join(ACTIONS)}")
         query = _read_query(name, body)
         if name == "contract":
             grant.require_model(query.model)
-            return [*self.describe(self.models.find_loaded(query.model, query.version_text))]
-        grant.require_manage(query.model)
-        if name == "load":
-            versions = await self._peers.load(query.model)
-        else:
-            versions = await self._peers.unload(query.model, query.version_text)
+            lane = self.models.find_loaded(query.model, query.version_text)
+            return [*self.describe(lane, grant)]
+        target = "/".join(filter(None, (query.model, query.version_text)))
+        with self.audit.action(name, target, grant.name, call.origin):
+            grant.require_manage(query.model)
+            if name == "load":
+                versions = await self._peers.load(query.model)
+            else:
+                versions = await self._peers.unload(query.model, query.version_text)
         return [{"model": query.model, "versions": versions}]
 
-    async def _act_on_server(self, name: str, body: bytes, grant: Grant) -> Any:  # noqa: ANN401
+    async def _act_on_server(self, name: str, body: bytes, call: Call) -> Any:  # noqa: ANN401
         """Result of an action that concerns no single model."""
+        grant = call.grant
         if name in ("drain", "reload"):
-            grant.require_operator(name)
-            if self.operate is None:
-                raise Unsupported(f"`{name}` is not available in this gateway")
-            return await self.operate(name)
+            with self.audit.action(name, "", grant.name, call.origin):
+                grant.require_operator(name)
+                if self.operate is None:
+                    raise Unsupported(f"`{name}` is not available in this gateway")
+                return await self.operate(name)
         grant.require_token()
         if name == "metrics":
             return await self._recent.answer(body)
@@ -303,7 +319,7 @@ def _read_query(action: str, body: bytes) -> _Query:
     """Decode the body of an action."""
     try:
         return msgspec.json.decode(body, type=_Query)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise MalformedInput(f"the body of `{action}`: {error}") from None
 
 

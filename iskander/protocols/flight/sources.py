@@ -46,7 +46,7 @@ ENDED: Final = "ended."
 """Prefix of the counts of ended reads: completed, cancelled, or the code of the error."""
 
 FindLane = Callable[[str, str | None], Lane]
-Describe = Callable[[Lane], list[bytes]]
+Describe = Callable[[Lane, Grant], list[bytes]]
 
 
 @dataclass(eq=False)
@@ -192,7 +192,7 @@ class FlightSources:
         request = ReadRequest(
             source=source.name,
             root=source.path,
-            contract=self._describe(lane),
+            contract=self._describe(lane, grant),
             part=ticket.part,
             address=self.address,
             token=_token(call),
@@ -213,6 +213,14 @@ class FlightSources:
     def is_reader(self, call: Call) -> bool:
         """Whether a call is of the reader process of an open read."""
         return any(name == READ_HEADER and value in self.reads for name, value in call.metadata)
+
+    def reader_grant(self, call: Call) -> Grant | None:
+        """The grant of the open read whose reader process calls; None for any other call."""
+        for name, value in call.metadata:
+            if name == READ_HEADER:
+                read = self.reads.get(str(value))
+                return None if read is None else read.grant
+        return None
 
     def check_grants(self) -> None:
         """End reads whose grant was revoked."""
@@ -256,7 +264,7 @@ class FlightSources:
         request = PlanRequest(
             source=source.name,
             root=source.path,
-            contract=self._describe(lane),
+            contract=self._describe(lane, grant),
             filters=[each for each in (source.filter, query.filter) if each],
             parts_max=self._config.endpoints,
             path=query.path,

@@ -91,6 +91,8 @@ def split_batch(
     ]
     for request in split.requests[1:]:
         request.is_part = True
+    sizes = [len(tensor) for portion in parsed.portions for tensor in portion.tensors]
+    split.requests[0].whole = (parsed.rows, sum(sizes))
     split.parsed = parsed.without_inputs()
     split.results_bytes = sum(request.layout.output_bytes for request in split.requests)
     split.held_bytes = max(raw_bytes, len(parsed.body)) + 2 * split.results_bytes

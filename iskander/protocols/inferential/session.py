@@ -12,7 +12,6 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from iskander.auth.source import UNKNOWN_SOURCE, Source
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns, wall_ns
 from iskander.errors import INTERNAL, DeadlineExceeded, Draining, IskanderError, Overloaded
+from iskander.logs import requests as log
 from iskander.protocols.inferential.terms import read_terms
 from iskander.protocols.inferential.wire import (
     InputTensors,
@@ -40,8 +40,6 @@ from iskander.transport.zmtp.connection import Connection
 
 if TYPE_CHECKING:
     from iskander.protocols.inferential.service import InferentialService
-
-log: Final = logging.getLogger("iskander.inferential")
 
 NAME_MAX: Final = 128
 """Maximum characters of a client's name, a label of its metrics; the rest is cut off."""
@@ -141,8 +139,8 @@ class Session:
             self._submit(observation, address, arrived_ns)
         except IskanderError as error:
             self._reject(address, error)
-        except Exception:
-            log.exception("internal error in an observation")
+        except Exception as failure:
+            log.observation_failed(error=failure)
             self._reject(address, IskanderError(INTERNAL))
 
     def reject(self, parts: list[Part]) -> None:
@@ -211,7 +209,7 @@ class Session:
     def _register(self, name: str) -> None:
         self.name = self._service.register(self, name[:NAME_MAX])
         self.labels = {"client": self.name}
-        self._source = Source(connection=self.name)
+        self._source = Source(self._service.grant.name, self.name)
 
     def _submit(self, observation: Observation, address: ReplyAddress, arrived_ns: int) -> None:
         service = self._service
@@ -223,7 +221,7 @@ class Session:
             newest_wins=service.config.newest_wins,
             wall_ns=wall_ns(),
             source=self._source,
-            is_traced=self._tracer is not None,
+            is_traced=service.dispatcher.uses_contexts,
         )
         name, _, version = address.model.partition("/")
         service.grant.require_model(name)
@@ -266,8 +264,8 @@ class Session:
         except IskanderError as error:
             self._trace(pending, error)
             self._reject(pending.address, error, pending.deadline_ns)
-        except Exception:
-            log.exception("internal error in the admission of an observation")
+        except Exception as failure:
+            log.observation_admission_failed(error=failure)
             self._reject(pending.address, IskanderError(INTERNAL))
         self._admission = None
         self._connection.resume()

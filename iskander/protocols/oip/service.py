@@ -6,12 +6,15 @@ Runs on: gateway loop. Source: Open Inference Protocol v2 over gRPC; Triton's ex
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
 from iskander._generated import oip_pb2
+from iskander.auth.audit import AuditLog
 from iskander.auth.grants import Grant
+from iskander.auth.origin import Origin
 from iskander.errors import MalformedInput, NotReady, Unsupported
 from iskander.protocols.oip import describe
 from iskander.protocols.oip.infer import Inference
@@ -30,10 +33,15 @@ SERVICE: Final = "inference.GRPCInferenceService"
 
 Answer = Callable[[Any, Grant], Any]
 AsyncAnswer = Callable[[Any, Grant], Awaitable[Any]]
+Administer = Callable[[Any, Grant, Origin], Awaitable[Any]]
 
 
 class OipService:
-    """The calls of GRPCInferenceService; `peers` load and unload models in all processes."""
+    """The calls of GRPCInferenceService; `peers` load and unload models in all processes.
+
+    Attributes:
+        audit: Records loads and unloads.
+    """
 
     def __init__(self, models: Models, submitter: RequestSubmitter, peers: Peers) -> None:
         self._models = models
@@ -41,6 +49,7 @@ class OipService:
         self._submitter = submitter
         self._inference = Inference(models, submitter)
         self._streams: set[InferStream] = set()
+        self.audit = AuditLog()
         self._answers: dict[str, Answer] = {
             "ServerLive": lambda *_: oip_pb2.ServerLiveResponse(live=True),
             "ServerReady": lambda *_: oip_pb2.ServerReadyResponse(ready=models.is_ready),
@@ -65,10 +74,16 @@ class OipService:
         return self._answers[name](request, grant)
 
     def unary(self) -> dict[str, Callable[[bytes, Grant], Awaitable[bytes]]]:
-        """Return the unary calls, except ModelInfer, by method name."""
+        """Return the unary calls that change nothing, except ModelInfer, by method name."""
         answers = {name: _async(answer) for name, answer in self._answers.items()}
-        answers |= {"RepositoryModelLoad": self.load, "RepositoryModelUnload": self.unload}
         return {name: _with_encoding(name, answer) for name, answer in answers.items()}
+
+    def administrative(self) -> dict[str, Callable[[bytes, Call], Awaitable[None]]]:
+        """Return the calls that the audit log has, by method name."""
+        return {
+            "RepositoryModelLoad": partial(_administer, "RepositoryModelLoad", self.load),
+            "RepositoryModelUnload": partial(_administer, "RepositoryModelUnload", self.unload),
+        }
 
     def check_grants(self) -> None:
         """Drain the streams whose token is no longer valid."""
@@ -84,7 +99,10 @@ class OipService:
         with self._submitter.open_call(caller=call.caller):
             tracer = self._submitter.tracer
             terms = StreamTerms(
-                call.metadata, call.deadline_ns, call.source, is_traced=tracer is not None
+                call.metadata,
+                call.deadline_ns,
+                call.source,
+                is_traced=self._submitter.uses_contexts,
             )
             with TracedCall(tracer, MODEL_INFER, terms.trace) as traced:
                 scanned = scan(raw, self._submitter.limits)
@@ -93,7 +111,8 @@ class OipService:
     async def stream_infer(self, call: Call) -> None:
         """Serve a stream of requests; see `InferStream`."""
         limits, tracer = self._submitter.limits, self._submitter.tracer
-        stream = InferStream(call, self._inference, limits, tracer)
+        uses_contexts = self._submitter.uses_contexts
+        stream = InferStream(call, self._inference, limits, tracer, uses_contexts=uses_contexts)
         with self._submitter.open_call(stream.drain, call.caller):
             self._streams.add(stream)
             try:
@@ -145,20 +164,23 @@ class OipService:
             ]
         )
 
-    async def load(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
+    async def load(self, request: Any, grant: Grant, origin: Origin) -> Any:  # noqa: ANN401
         """Load a model; return when it is served."""
         name = _model_name(request)
-        grant.require_manage(name)
-        if request.parameters:
-            raise Unsupported("a load request accepts no parameters; settings are in `model.toml`")
-        await self._peers.load(name)
+        with self.audit.action("load", name, grant.name, origin):
+            grant.require_manage(name)
+            if request.parameters:
+                text = "a load request accepts no parameters; settings are in `model.toml`"
+                raise Unsupported(text)
+            await self._peers.load(name)
         return oip_pb2.RepositoryModelLoadResponse(model_name=name, is_loaded=True)
 
-    async def unload(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
+    async def unload(self, request: Any, grant: Grant, origin: Origin) -> Any:  # noqa: ANN401
         """Unload a model."""
         name = _model_name(request)
-        grant.require_manage(name)
-        await self._peers.unload(name)
+        with self.audit.action("unload", name, grant.name, origin):
+            grant.require_manage(name)
+            await self._peers.unload(name)
         return oip_pb2.RepositoryModelUnloadResponse(model_name=name, is_unloaded=True)
 
 
@@ -188,6 +210,15 @@ def _with_encoding(name: str, answer: AsyncAnswer) -> Callable[[bytes, Grant], A
         return response
 
     return serve
+
+
+async def _administer(name: str, act: Administer, raw: bytes, call: Call) -> None:
+    """Answer a call that the audit log has."""
+
+    async def answer(request: Any, grant: Grant) -> Any:  # noqa: ANN401
+        return await act(request, grant, call.origin)
+
+    await call.answer(await _with_encoding(name, answer)(raw, call.grant))
 
 
 def _unregister(memory: str) -> Answer:

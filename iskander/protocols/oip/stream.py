@@ -10,11 +10,11 @@ Runs on: gateway loop. Source: Triton's streaming extension of the Open Inferenc
 from __future__ import annotations
 
 import asyncio
-import logging
 
 from iskander._generated import oip_pb2
 from iskander.config.schema import LimitsConfig
 from iskander.errors import Draining, IskanderError, detach
+from iskander.logs import requests as log
 from iskander.protocols.oip.infer import Inference
 from iskander.protocols.oip.wire import in_stream, scan
 from iskander.protocols.stream_terms import StreamTerms
@@ -22,8 +22,6 @@ from iskander.protocols.traced_call import MODEL_STREAM_INFER, TracedCall
 from iskander.protocols.window import Window
 from iskander.scheduling.tracing import Tracer
 from iskander.transport.http2.call import Call, Message
-
-log = logging.getLogger("iskander.oip")
 
 STATUS_METADATA = ("triton_grpc_error", "true")
 """Metadata that ends a stream with the status of its first error."""
@@ -33,14 +31,20 @@ class InferStream:
     """One stream; its window has the limits of Flight's streams."""
 
     def __init__(
-        self, call: Call, inference: Inference, limits: LimitsConfig, tracer: Tracer | None = None
+        self,
+        call: Call,
+        inference: Inference,
+        limits: LimitsConfig,
+        tracer: Tracer | None = None,
+        *,
+        uses_contexts: bool = False,
     ) -> None:
         self._call = call
         self._inference = inference
         self._limits = limits
         self._tracer = tracer
         self._terms = StreamTerms(
-            call.metadata, call.deadline_ns, call.source, is_traced=tracer is not None
+            call.metadata, call.deadline_ns, call.source, is_traced=uses_contexts
         )
         self._ends_on_error = STATUS_METADATA in call.metadata
         self._window = Window(limits)
@@ -142,8 +146,8 @@ class InferStream:
             if self._ends_on_error:
                 raise
             return [error_response(error, request_id)]
-        except Exception:
-            log.exception("request of a stream failed")
+        except Exception as bug:
+            log.inference_stream_failed(error=bug)
             failure = "internal server error; see the server's log"
             if self._ends_on_error:
                 raise IskanderError(failure) from None

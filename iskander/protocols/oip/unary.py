@@ -82,7 +82,10 @@ class UnaryInfer:
         scanned = scan(message, self._submitter.limits)
         traced = self._traced
         terms = StreamTerms(
-            call.metadata, call.deadline_ns, call.source, is_traced=traced is not None
+            call.metadata,
+            call.deadline_ns,
+            call.source,
+            is_traced=self._submitter.uses_contexts,
         )
         if traced is not None:
             traced.context = terms.trace

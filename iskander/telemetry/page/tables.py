@@ -84,6 +84,7 @@ WORKERS = Table(
         Column("Core group", "group"),
         Column("Cpus", "cpus", "text"),
         Column("Pool", "pool", "text"),
+        Column("GPU", "gpu", "text"),
         Column("Incarnation", "incarnation"),
         Column("Starts", "starts"),
         Column("Ends", "ends", "codes"),
@@ -93,6 +94,88 @@ WORKERS = Table(
         Column("Heartbeat age", "heartbeat_s", "seconds"),
         Column("Notices", "notices", "text"),
     ),
+)
+GPUS = Table(
+    "gpus",
+    "gpus",
+    "GPUs",
+    (
+        Column("GPU", "gpu", "text"),
+        Column("Name", "name", "text"),
+        Column("State", "state", "state"),
+        Column("Busy %", "utilization_percent"),
+        Column("Used", "memory_used_bytes", "bytes"),
+        Column("Memory", "memory_total_bytes", "bytes"),
+        Column("Celsius", "temperature_c"),
+        Column("Watts", "power_w"),
+        Column("ECC corrected", "ecc_corrected"),
+        Column("Uncorrected", "ecc_uncorrected"),
+        Column("Xid", "xids", "codes"),
+        Column("PCIe replays", "pcie_replays"),
+        Column("Reading age", "age_s", "seconds"),
+        Column("Reason", "reason", "text"),
+    ),
+    "No worker has a GPU.",
+)
+SHADOWS = Table(
+    "shadows",
+    "shadows",
+    "Shadow versions",
+    (
+        Column("Model", "name", "text"),
+        Column("Served", "served", "text"),
+        Column("Candidate", "candidate", "text"),
+        Column("State", "state", "state"),
+        Column("Share", "share"),
+        Column("Compared rows", "rows"),
+        Column("Differing %", "disagreeing_percent"),
+        Column("Dropped rows", "dropped", "codes"),
+        Column("Rows of a batch", "run_rows"),
+        Column("Served run ms", "served_run_ms"),
+        Column("Candidate run ms", "candidate_run_ms"),
+        Column("Reason", "reason", "text"),
+    ),
+)
+SHADOW_OUTPUTS = Table(
+    "shadow-outputs",
+    "shadow_outputs",
+    "Outputs of shadow versions",
+    (
+        Column("Model", "name", "text"),
+        Column("Served", "served", "text"),
+        Column("Candidate", "candidate", "text"),
+        Column("Output", "output", "text"),
+        Column("Differing %", "disagreeing_percent"),
+        Column("Relative difference p50 %", "relative_p50_percent"),
+        Column("p99 %", "relative_p99_percent"),
+        Column("Highest %", "relative_max_percent"),
+        Column("Unmatched values", "unmatched"),
+        Column("Differing labels", "pairs", "codes"),
+    ),
+)
+DRIFT = Table(
+    "drift",
+    "drift",
+    "Drift",
+    (
+        *_MODEL,
+        Column("Process", "process"),
+        Column("Side", "side", "text"),
+        Column("Column", "column", "text"),
+        Column("State", "state", "state"),
+        Column("Severity", "severity"),
+        Column("PSI", "psi"),
+        Column("KS", "ks"),
+        Column("Missing", "missing"),
+        Column("Out of range", "out_of_range"),
+        Column("New labels", "new_labels"),
+        Column("Recent", "recent", "text"),
+        Column("Reference", "reference", "text"),
+        Column("Recent rows", "recent_rows"),
+        Column("Reference rows", "reference_rows"),
+        Column("Source", "origin", "text"),
+    ),
+    "No column is compared with a reference.",
 )
 MEMORY = Table(
     "memory",
@@ -136,4 +219,4 @@ EVENTS = Table(
     ),
     "No event since the start.",
 )
-TABLES = (MODELS, QUEUES, WORKERS, PROCESSES, MEMORY, EVENTS)
+TABLES = (MODELS, QUEUES, SHADOWS, SHADOW_OUTPUTS, DRIFT, WORKERS, GPUS, PROCESSES, MEMORY, EVENTS)

@@ -6,7 +6,6 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import sys
@@ -19,6 +18,7 @@ from iskander import __version__
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.tracing import TracingConfig
 from iskander.errors import ConfigError
+from iskander.logs import tracing as log
 from iskander.supervision.lifecycle import backoff_s
 from iskander.supervision.worker import Child, start_process
 from iskander.telemetry.tracing.recorder import Recorder
@@ -30,8 +30,6 @@ from iskander.telemetry.tracing.records import (
     decode_report,
     frame,
 )
-
-log: Final = logging.getLogger("iskander.tracing")
 
 TICK_S: Final = 0.1
 FRAME_RECORDS: Final = 64
@@ -102,7 +100,7 @@ class ExportProcess:
                 await self._ended.wait()
         lost = self._taken_later + sum(record.spans for record in self.recorder.records)
         if lost:
-            log.warning("stopped with %d spans that are not exported", lost)
+            log.export_incomplete(spans=lost)
 
     @property
     def _has_unsent(self) -> bool:
@@ -118,7 +116,7 @@ class ExportProcess:
             self._child, self._pidfd = start_process(command, environment, theirs.fileno())
         except OSError as error:
             ours.close()
-            log.error("the export process cannot be started: %s", error.strerror)
+            log.export_process_not_started(reason=str(error.strerror))
             self._launch_later()
         else:
             self._socket, self._reports = ours, FrameReader()
@@ -144,8 +142,7 @@ class ExportProcess:
         self.recorder.counts["failed"] += self._taken_later
         self._ended.set()
         if not self._is_stopping:
-            text = "the export process ended with %d: %d spans lost; it is started again"
-            log.error(text, code, self._taken_later)
+            log.export_process_ended(exit_code=code, spans=self._taken_later)
             self._launch_later()
         self._taken_later = 0
 
@@ -191,11 +188,11 @@ class ExportProcess:
         if report.exported:
             self._failures = 0
             if self._is_failing:
-                log.info("spans are exported again")
+                log.export_recovered()
             self._is_failing = False
         elif report.failed and not self._is_failing:
             self._is_failing = True
-            log.warning("spans cannot be exported: %s", report.reason)
+            log.export_failed(reason=report.reason)
 
 
 def _single(listeners: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, int]]:

@@ -9,7 +9,6 @@ Runs on: gateway loop. Source: RFC 9112.
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING, Final
 
 import h11
@@ -21,9 +20,12 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from iskander.auth.origin import UNKNOWN_ORIGIN
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns, thread_cpu_ns
 from iskander.errors import MalformedInput
+from iskander.logs import network as log
 from iskander.transport.cpu_allowance import CpuAllowance
+from iskander.transport.origin import origin_of
 from iskander.transport.turn_scheduler import QUANTUM_NS, ReadBurst
 
 if TYPE_CHECKING:
@@ -44,8 +46,6 @@ BYTE_CPU_NS: Final = 2
 """Processor time granted per request and per body byte."""
 EVICT_BYTES_MIN: Final = 4096
 """Connections with fewer charged bytes are not evicted."""
-
-log = logging.getLogger("iskander.http")
 
 _FIELDS: Final = {name: getattr(MalformedInput, name) for name in ("code", "fault", "retryable")}
 _MALFORMED: Final = msgspec.json.encode({"error": "malformed HTTP/1.1 request", **_FIELDS})
@@ -148,6 +148,7 @@ class Connection(H11Protocol):
         self._host = host
         self._app = self.app
         self.app = self._serve
+        self._origin = UNKNOWN_ORIGIN
         self._is_waiting = self._has_read = False
         self._read_ns = self._idle_ns = now_ns()
         self._until_ns = self._head_ns = self._blocked_ns = 0
@@ -162,6 +163,7 @@ class Connection(H11Protocol):
         """Start reading."""
         super().connection_made(transport)
         self.flow = _Flow(transport)
+        self._origin = origin_of(transport)
         self._host.budget.holders.add(self)
         if self._host.life_s is not None:
             self._life = self.loop.call_later(self._host.life_s, transport.abort)
@@ -241,8 +243,8 @@ class Connection(H11Protocol):
         if not self.transport.is_closing():
             try:
                 self.handle_events()
-            except Exception:
-                log.exception("HTTP/1.1 connection failed")
+            except Exception as failure:
+                log.http_connection_failed(error=failure)
                 self.transport.abort()
             self._update_charge()
         is_open = not self.transport.is_closing()
@@ -268,6 +270,7 @@ class Connection(H11Protocol):
             return message
 
         scope["is_surplus"] = self._host.is_surplus(self)
+        scope["origin"] = self._origin
         await self._app(scope, receive_and_release, send)
 
     def evictable(self, now_ns: int) -> float:

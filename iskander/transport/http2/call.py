@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from iskander.auth.grants import FULL_GRANT, Grant
+from iskander.auth.origin import Origin
 from iskander.auth.source import Source
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import Overloaded
@@ -72,6 +73,11 @@ class Call(CallReceiver):
     def source(self) -> Source:
         """Source of the call's requests, for fair queueing."""
         return self._streams.source(self.grant.name)
+
+    @property
+    def origin(self) -> Origin:
+        """Origin of the call's connection."""
+        return self._streams.origin
 
     @property
     def is_blocked(self) -> bool:

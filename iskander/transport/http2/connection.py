@@ -21,6 +21,7 @@ from iskander.transport.http2.frames import ConnectionBroken, ErrorCode, StreamE
 from iskander.transport.http2.rate_limit import RateLimiter
 from iskander.transport.http2.request_headers import HEADER_LIST_BYTES_MAX
 from iskander.transport.http2.streams import Streams
+from iskander.transport.origin import origin_of
 from iskander.transport.turn_scheduler import QUANTUM_NS, ReadBurst
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has another base class.
         self.output = FrameSender(self._transport)
         self.streams = Streams(self.host, self.output, self._limiter, self._on_idle)
+        self.streams.origin = origin_of(transport)
         self.host.connections.add(self)
         self.host.budget.holders.add(self.streams)
 

@@ -5,17 +5,15 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-import logging
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 
+from iskander.logs import network as log
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.connection_listener import ConnectionListener
 from iskander.transport.http2.call import Call
 from iskander.transport.http2.connection import Connection
 from iskander.transport.http2.status import RpcError, Status
-
-log = logging.getLogger("iskander.http2")
 
 OTHER = "other"
 """Protocol label of calls of unknown methods, which clients may invent."""
@@ -75,4 +73,4 @@ class Listener(ConnectionListener[Connection]):
 
     def on_aborted(self, count: int) -> None:
         """Log the connections that are aborted at the end of the drain."""
-        log.info("connections aborted: %d still open after the drain", count)
+        log.connections_aborted(count=count)

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from iskander.auth.origin import UNKNOWN_ORIGIN
 from iskander.auth.source import Source
 from iskander.clock import NS_PER_US, now_ns
 from iskander.transport.http2 import frames
@@ -52,6 +53,7 @@ class Streams:
         self.host = host
         self.output = output
         self.budget = host.budget
+        self.origin = UNKNOWN_ORIGIN
         self._connection_number = next(_connection_numbers)
         self._tenant = ""
         self._source = Source(connection=self._connection_number)

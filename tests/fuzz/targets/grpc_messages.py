@@ -35,6 +35,8 @@ ENCODINGS = ("gzip", "deflate", "identity", "", "snappy")
 MESSAGE_BYTES_MAX = 100_000
 READ_BYTES_MAX = 16_384
 TURNS_MAX = 100
+PAUSE_S = 0.0001
+"""Between two looks at a call, which another thread may decompress."""
 
 
 def seeds() -> list[bytes]:
@@ -111,7 +113,7 @@ async def served(
     peer.feed(*sent, cut=random.randint(1, READ_BYTES_MAX) if cuts else READ_BYTES_MAX)
     (call,) = recorder.calls
     while not call.is_over:
-        await asyncio.sleep(0)
+        await asyncio.sleep(PAUSE_S)
     assert peer.host.budget._peak <= 2 * MESSAGE_BYTES_MAX + len(stream) + 256 * len(stream)
     messages, status = recorder.messages[1], recorder.statuses[1]
     recorder.calls.clear()

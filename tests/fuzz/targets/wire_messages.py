@@ -16,6 +16,7 @@ from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.control import messages as wire
 from iskander.control.attach import read_hello
+from iskander.decoders import DECODE_ERRORS
 from iskander.errors import ProtocolError
 from iskander.varint import encode_varint, read_varint
 
@@ -51,6 +52,7 @@ def seeds() -> list[bytes]:
         *(bytes((number,)) + wire.encode(each) for number, each in enumerate(frames)),
         *single,
         b"\3" + wire.encode(wire.Refused("version", "no")),
+        *(bytes((number,)) + b"\x91" * 3000 + b"\xc0" for number in range(4)),
         *(b"\0" + b"\x81" * more + b"\1" for more in (1, 4, 8, 9, 10)),
     ]
 
@@ -60,7 +62,7 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
         return mutation.flip(raw, other, random)
     try:
         document = msgspec.msgpack.decode(raw[1:])
-    except ValueError:
+    except DECODE_ERRORS:
         return mutation.flip(raw, other, random)
     return raw[:1] + wire.encode(with_changed_value(document, random))
 
@@ -71,8 +73,7 @@ def run(raw: bytes) -> None:
     decode = DECODERS[number]
     try:
         message = decode(frame)
-    except ValueError as error:  # The only errors that callers catch.
-        assert isinstance(error, msgspec.DecodeError | UnicodeDecodeError)
+    except DECODE_ERRORS:  # The only errors that callers catch.
         message = None
     if number == 2:
         try:
@@ -85,7 +86,7 @@ def run(raw: bytes) -> None:
     assert repr(decode(encoded)) == repr(message)
     try:
         plain = msgspec.msgpack.decode(frame)
-    except ValueError:
+    except DECODE_ERRORS:
         return  # Unknown values are not decoded, and may be invalid UTF-8.
     check_prefix(plain, msgspec.msgpack.decode(encoded))
 

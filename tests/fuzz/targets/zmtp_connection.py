@@ -140,8 +140,7 @@ async def _feed(raw: bytes, step: int, space: int) -> Outcome:
     at = 0
     while at < len(raw) and not peer.transport.is_aborted:
         if peer.transport.reading:
-            await peer.feed(raw[at : at + step], step)
-            at += step
+            at += await peer.feed(raw[at : at + step], step)
             continue
         await asyncio.sleep(0)
         make_space(peer)

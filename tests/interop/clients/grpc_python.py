@@ -30,6 +30,7 @@ SENT = (27182, 8, 1828, 45904)
 RECEIVED = (31415, 9, 2653, 58979)
 LARGE_SENT, LARGE_RECEIVED = 271_828, 314_159
 DEADLINE_S = 10.0
+CONCURRENT_CALLS, SOAK_CALLS, SOAK_CHANNELS, SOAK_S = 1000, 100, 20, 60.0
 GZIP = grpc.Compression.Gzip
 
 
@@ -189,6 +190,22 @@ class Sync:
 
     def unimplemented_service(self) -> None:
         self._fails(self.stubs.no_service, pb.Empty(), grpc.StatusCode.UNIMPLEMENTED)
+
+    def concurrent_large_unary(self) -> None:
+        calls = [self.stubs.unary.future(large(), timeout=SOAK_S) for _ in range(CONCURRENT_CALLS)]
+        for call in calls:
+            equal_body(call.result(), LARGE_RECEIVED)
+
+    def rpc_soak(self) -> None:
+        for _ in range(SOAK_CALLS):
+            self.large_unary()
+
+    def channel_soak(self) -> None:
+        for _ in range(SOAK_CHANNELS):
+            # Else all channels of a process share their connection.
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            with grpc.insecure_channel(sys.argv[1], options) as channel:
+                Sync(channel).large_unary()
 
     def client_compressed_unary(self) -> None:
         self._fails(

@@ -10,6 +10,7 @@ import msgspec
 from iskander.cli.install_systemd import is_unchanged, read_templates, with_head
 from iskander.cli.systemd_units import UNIT_FOLDER, Installation, notes, render_files
 from iskander.config.schema import Config
+from iskander.supervision.gpus.device import Gpu
 from iskander.supervision.placement import PlacementPlan
 from iskander.supervision.worker import SlotPlan
 
@@ -83,6 +84,13 @@ def test_workers_of_units_wait_for_a_gateway_unless_the_file_has_a_limit() -> No
     assert "REATTACH" not in files(split(), sets_reattach=True)[name]
 
 
+def test_workers_of_units_log_in_the_format_of_the_gateway() -> None:
+    name = f"{UNIT_FOLDER}/iskander-worker@0.service.d/plan.conf"
+    assert "LOG_FORMAT" not in files(split())[name]
+    found = files(split() | {"admin": {"log_format": "json"}})
+    assert "Environment=ISKANDER_LOG_FORMAT=json\n" in found[name]
+
+
 def test_stop_timeout_covers_the_drain() -> None:
     server = {"server": {"drain_s": 100.0, "lame_duck_s": 7.0}}
     assert "TimeoutStopSec=237\n" in files(server)[f"{GATEWAY}.d/plan.conf"]
@@ -92,6 +100,7 @@ def test_writable_folders_are_those_of_sockets_cache_and_runtime_directory() -> 
     sections = split() | {
         "server": {"address": ["unix:/srv/a b/x.sock"], "runtime_directory": "/srv/run"},
         "shared_memory": {"path": "/srv/run/regions.sock"},
+        "events": {"address": "ipc:///srv/events/stream"},
         "loading": {"cache": "/srv/cache"},
     }
     found = files(sections)
@@ -99,6 +108,7 @@ def test_writable_folders_are_those_of_sockets_cache_and_runtime_directory() -> 
     assert [line for line in lines if line.startswith("ReadWritePaths=")] == [
         'ReadWritePaths="/srv/a b"',
         "ReadWritePaths=/srv/cache",
+        "ReadWritePaths=/srv/events",
         "ReadWritePaths=/srv/run",
     ]
     assert "--attach /srv/run/attach.sock" in found[f"{UNIT_FOLDER}/iskander-worker@.service"]
@@ -113,15 +123,74 @@ def test_home_is_readable_only_if_a_path_is_below_it() -> None:
 
 def test_generated_code_and_devices_are_allowed_to_the_services_that_need_them() -> None:
     model = {"name": "net", "path": "/srv/net/2", "version": "2", "backend": "torch"}
-    cuda = model | {"backend": "onnx", "execution_providers": ["cuda"]}
     worker = f"{UNIT_FOLDER}/iskander-worker@"
     found = files(split() | {"models": [model]})
     allowed = {name for name, text in found.items() if "MemoryDenyWriteExecute=no" in text}
     assert allowed == {f"{worker}3.service.d/plan.conf"}
     assert "MemoryDenyWriteExecute=no" in files({"models": [model]})[f"{GATEWAY}.d/plan.conf"]
-    assert f"{worker}.service.d/gpu.conf" in files(split() | {"models": [cuda]})
-    assert f"{GATEWAY}.d/gpu.conf" in files({"models": [cuda]})
     assert not any("gpu" in name for name in files())
+
+
+CARD = Gpu(0, "GPU-a", "0000:17:00.0", minor=4, name="H100")
+SLICE = Gpu(1, "MIG-b", "0000:65:00.0", minor=5, parent="GPU-c", caps=(21, 22))
+
+
+def allowed(text: str) -> list[str]:
+    lines = text.splitlines()
+    return [each.removeprefix("DeviceAllow=") for each in lines if each.startswith("DeviceAllow=")]
+
+
+def with_gpus(*gpus: Gpu, **sections: Any) -> dict[str, str]:
+    slots = [
+        SlotPlan(0, 0, (0, 1), 0, hides_gpus=True),
+        *(SlotPlan(n, n, (n + 1,), 0, gpu=gpu) for n, gpu in enumerate(gpus, 1)),
+    ]
+    lines = [f"worker {slot.index}  {slot.group}" for slot in slots]
+    return files(sections, placed=PlacementPlan((), slots, ()), plan_lines=lines)
+
+
+def test_worker_has_access_to_its_own_card_only() -> None:
+    found = with_gpus(CARD, SLICE, **split())
+    worker = f"{UNIT_FOLDER}/iskander-worker@"
+    own = found[f"{worker}1.service.d/gpu.conf"]
+    assert allowed(own) == ["/dev/nvidiactl rw", "/dev/nvidia4 rw", "char-nvidia-uvm rw"]
+    assert own.startswith("# Access to GPU 0 (H100).\n") and "PrivateDevices=no\n" in own
+    assert "MemoryDenyWriteExecute=no" in own
+    assert allowed(found[f"{worker}2.service.d/gpu.conf"]) == [
+        "/dev/nvidiactl rw",
+        "/dev/nvidia5 rw",
+        "/dev/nvidia-caps/nvidia-cap21 r",
+        "/dev/nvidia-caps/nvidia-cap22 r",
+        "char-nvidia-uvm rw",
+    ]
+    assert f"{worker}0.service.d/gpu.conf" not in found
+
+
+def test_unit_of_a_worker_shows_its_card_alone() -> None:
+    found = with_gpus(CARD, **split())
+    worker = f"{UNIT_FOLDER}/iskander-worker@"
+    plan = found[f"{worker}1.service.d/plan.conf"]
+    assert "Environment=CUDA_VISIBLE_DEVICES=GPU-a\n" in plan
+    assert "Environment=CUDA_DEVICE_ORDER=PCI_BUS_ID\n" in plan
+    assert "Environment=CUDA_VISIBLE_DEVICES=\n" in found[f"{worker}0.service.d/plan.conf"]
+
+
+def test_gateway_has_access_to_the_cards_that_it_reads_or_starts_workers_for() -> None:
+    name = f"{GATEWAY}.d/gpu.conf"
+    reading = with_gpus(CARD, SLICE, **split())[name]
+    nodes = ["/dev/nvidiactl rw", "/dev/nvidia4 rw", "/dev/nvidia5 rw"]
+    nodes += ["/dev/nvidia-caps/nvidia-cap21 r", "/dev/nvidia-caps/nvidia-cap22 r"]
+    assert allowed(reading) == nodes
+    assert "MemoryDenyWriteExecute" not in reading
+    starting = with_gpus(CARD, SLICE)[name]
+    assert allowed(starting) == [*nodes, "char-nvidia-uvm rw"]
+    assert "MemoryDenyWriteExecute=no" in starting
+
+
+def test_card_without_a_known_device_node_needs_access_to_all() -> None:
+    card = msgspec.structs.replace(CARD, minor=None)
+    text = with_gpus(card)[f"{GATEWAY}.d/gpu.conf"]
+    assert "char-nvidia rw" in allowed(text) and "/dev/nvidia4 rw" not in allowed(text)
 
 
 def test_another_account_replaces_that_of_the_units() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -299,6 +301,12 @@ def test_hooks_of_stamina_get_each_retry_and_their_contexts_last_for_its_wait(
     assert events == [
         ("iskander.client", 1, 0.1, 0.0), 0, 1, ("iskander.client", 2, 0.2, 0.1), 1, 2,
     ]  # fmt: skip
+
+
+def test_a_program_without_logging_prints_nothing_at_a_retry() -> None:
+    script = "import logging, iskander.client; logging.getLogger('stamina').warning('retry')"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert (result.stdout, result.stderr) == (b"", b"")
 
 
 def test_settings_of_stamina_do_not_switch_retries_off(clock: FakeClock) -> None:

@@ -82,9 +82,16 @@ def test_each_live_setting_is_found(setting: Setting) -> None:
 def test_the_live_settings() -> None:
     """A new setting needs a restart until the server applies its change; see `Server.configure`."""
     found = {each.path.partition(".")[0] for each in LIVE}
-    assert found == {"server", "limits", "lanes", "admin", "models"}
+    assert found == {"server", "limits", "lanes", "admin", "shadow", "models"}
     names = {each.path for each in LIVE if not each.path.startswith(("lanes.", "limits."))}
-    assert names == {"server.lame_duck_s", "admin.log_level", "models.lane"}
+    assert names == {
+        "server.lame_duck_s",
+        "admin.log_level",
+        "shadow.time_percent",
+        "shadow.bytes",
+        "models.shadow_share",
+        "models.lane",
+    }
     assert {"limits.message_bytes", "lanes.policy", "lanes.pad_to", "lanes.patience_ms"} <= {
         each.path for each in RESTART
     }

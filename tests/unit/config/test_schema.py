@@ -377,12 +377,29 @@ def test_process_environment_is_the_default(
     assert load_config(tmp_path / "c.toml").config.workers.count == 5
 
 
-@pytest.mark.parametrize("raw", [b"[server\n", b"a = ", b"\xff\xfe", b"a = 1\na = 2\n"])
+@pytest.mark.parametrize(
+    "raw", [b"[server\n", b"a = ", b"\xff\xfe", b"a = 1\na = 2\n", b"a = " + b"9" * 5000]
+)
 def test_invalid_toml_is_rejected_with_the_file_name(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "broken.toml").write_bytes(raw)
 
     with pytest.raises(ConfigError, match=r"^broken\.toml is not TOML"):
         load_config(tmp_path / "broken.toml", environment={})
+
+
+def test_deeply_nested_toml_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 5000)
+
+    with pytest.raises(ConfigError, match=r"^deep\.toml is nested too deeply"):
+        load_config(tmp_path / "deep.toml", environment={})
+
+
+def test_path_that_no_file_can_have_is_of_version_1(tmp_path: Path) -> None:
+    """The load reports it; nothing else may fail before."""
+    (tmp_path / "c.toml").write_text(f'[[models]]\nname = "m"\npath = "{"x" * 5000}"\n')
+
+    (model,) = load_config(tmp_path / "c.toml", environment={}).config.models
+    assert model.version == "1"
 
 
 def test_missing_file_is_rejected_with_its_name(tmp_path: Path) -> None:
@@ -430,7 +447,7 @@ def test_reference_lists_every_setting_once() -> None:
 @pytest.mark.parametrize("setting", [pytest.param(s, id=s.path) for s in settings()])
 def test_every_setting_has_a_sentence_and_a_type(setting: Any) -> None:
     assert re.fullmatch(r"[A-Z`].*\.", setting.sentence)
-    assert re.fullmatch(r'[a-z0-9_ "|]+', setting.type)
+    assert re.fullmatch(r'[a-z0-9_ "|-]+', setting.type)
     assert setting.default is not None or setting.path.startswith(("models.", "sources."))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from iskander.contract.column_types import NOT_IN_TENSORS, RANK_MAX, ColumnType, parse_column_type
+from iskander.contract.column_types import (
+    NOT_IN_TENSORS,
+    RANK_MAX,
+    ColumnType,
+    parse_column_type,
+    parse_sent_type,
+)
 from iskander.contract.compile import compile_contract, derive_manifest
 from iskander.contract.dtypes import BY_ARROW, DTYPES
 from iskander.contract.graph import Graph, GraphTensor
@@ -127,11 +134,23 @@ def test_column_type_is_parsed(text: str, column_type: ColumnType) -> None:
         "fixed_shape_tensor<bfloat16>[2]",
         f"fixed_shape_tensor<int8>[{', '.join('1' * (RANK_MAX + 1))}]",
         "fixed_shape_tensor<float32>[99999999999999999999]",
+        "float32\n>[2]",
     ],
 )
 def test_invalid_type_is_rejected_with_its_text(text: str) -> None:
     with pytest.raises(ManifestError, match=re.escape(f"`{text}`")):
         parse_column_type(text)
+
+
+def test_type_with_a_line_end_is_rejected() -> None:
+    with pytest.raises(ManifestError, match="is not supported"):
+        parse_sent_type("fixed_size_list<float32\n>[2]x")
+
+
+@pytest.mark.parametrize("parse", [parse_column_type, parse_sent_type])
+def test_long_type_is_rejected(parse: Callable[[str], object]) -> None:
+    with pytest.raises(ManifestError, match=r"has 400001 characters, limit 1024"):
+        parse(">[2]" * 100_000 + "x")
 
 
 SHAPES = st.lists(st.integers(1, 10_000), max_size=RANK_MAX).map(tuple)
@@ -596,6 +615,7 @@ GOOD += '[[outputs]]\ntensor = "y"\ncolumn = "y"\ntype = "int8"\n'
         ("passthrough = [1]\n" + GOOD, "passthrough"),
         (GOOD.replace('"x"', "1", 1), "got `int` - at `$.inputs[0].column`"),
         ("format = ", "manifest.toml"),
+        ("format = " + "9" * 5000, "manifest.toml: Exceeds the limit"),
         ("#" * (MANIFEST_BYTES_MAX + 1), f"larger than {MANIFEST_BYTES_MAX} bytes"),
     ],
     ids=lambda value: value[-40:],

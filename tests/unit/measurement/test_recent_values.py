@@ -159,6 +159,8 @@ def test_action_filters_and_returns_json(clock: Clock) -> None:
         b'{"window_s": 1e300}',
         b'{"window_s": "60"}',
         b'{"nmae": "wait_ms"}',
+        b'{"name": "\xff"}',
+        b'{"labels": ' + b"[" * 5000,
     ],
 )
 def test_malformed_query_is_rejected(body: bytes) -> None:

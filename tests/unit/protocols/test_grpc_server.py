@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 from support import raw
 
+from iskander.auth.origin import UNKNOWN_ORIGIN
 from iskander.errors import (
     DeadlineExceeded,
     IskanderError,
@@ -31,6 +33,7 @@ OTHER = "/inference.GRPCInferenceService/ModelInfer"
 class FakeCall(Call):
     def __init__(self, path: str) -> None:
         self.path, self.metadata = path, ()
+        self._streams: Any = SimpleNamespace(origin=UNKNOWN_ORIGIN)
 
 
 class FakeServer(GrpcServer):
@@ -42,9 +45,12 @@ class FakeServer(GrpcServer):
 
         self._methods = {FLIGHT: serve, OTHER: serve}
         self._flight_methods = {FLIGHT: serve}
-        self._access, self._own_id = self, ""
+        self._access, self._flight, self._own_id = self, self, ""
 
-    def grant(self, *_: Any, **__: Any) -> None:
+    def reader_grant(self, _: Call) -> None:
+        """No call is of a reader process."""
+
+    async def authenticate(self, *_: Any, **__: Any) -> None:
         """Allow every call."""
 
     def serve_error(self, path: str) -> RpcError:

@@ -33,6 +33,16 @@ def test_intent_is_recorded_and_replaced(tmp_path: Path) -> None:
     assert list(intents) == []
 
 
+@pytest.mark.parametrize("text", [b"{", b'{"model": "\xff"}', b'{"model": ' + b"[" * 5000])
+def test_damaged_intent_is_skipped(tmp_path: Path, text: bytes) -> None:
+    intents = LoadIntents(tmp_path)
+    (tmp_path / FOLDER).mkdir()
+    record(intents, LoadIntent("m", is_loaded=False))
+    (path,) = (tmp_path / FOLDER).glob("*.json")
+    path.write_bytes(text)
+    assert list(intents) == [] and intents.get("m") == LoadIntent("m")
+
+
 def test_failed_change_keeps_the_previous_intent(tmp_path: Path) -> None:
     intents = LoadIntents(tmp_path)
     (tmp_path / FOLDER).mkdir()

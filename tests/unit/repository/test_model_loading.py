@@ -108,6 +108,21 @@ def test_load_without_a_worker_times_out(clock: Clock) -> None:
     run(scenario)
 
 
+def test_load_that_no_planned_worker_can_do_fails_at_once(clock: Clock) -> None:
+    """A model of a repository that needs a GPU, on a server whose groups have none."""
+
+    async def scenario() -> None:
+        generations = generations_of(Fleet(1))
+        spec = msgspec.structs.replace(model_of(), name="m", devices=("gpu",))
+        generation = generations.begin(spec, LaneConfig(), 1, is_required=False)
+        error = error_of(generation)
+        assert isinstance(error, ManifestError)
+        assert "it runs on gpu, and no group of that kind is in `workers.groups`" in str(error)
+        generations.close()
+
+    run(scenario)
+
+
 def test_one_loaded_worker_is_enough_after_the_timeout(clock: Clock) -> None:
     async def scenario() -> None:
         fleet = Fleet(2)

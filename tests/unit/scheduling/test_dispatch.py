@@ -16,8 +16,8 @@ from support.simulation import SimulatedWorker, Simulation
 
 from iskander.control.messages import Done, Execute, Failed, Slice
 from iskander.errors import NotReady
+from iskander.logs import requests
 from iskander.memory.arena import GRAIN_BYTES
-from iskander.scheduling import dispatch
 from iskander.scheduling.request import Request
 from iskander.scheduling.worker_slot import CREDITS
 
@@ -315,9 +315,11 @@ def test_duplicate_response_is_late(gateway: Simulation, worker: SimulatedWorker
 def test_exception_in_deliver_does_not_affect_other_requests(
     gateway: Simulation, worker: SimulatedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logged: list[object] = []
+    logged: list[str] = []
     # A kept traceback would hold a view of the arena.
-    monkeypatch.setattr(dispatch.log, "exception", lambda *args: logged.append(args))
+    monkeypatch.setattr(
+        requests, "result_delivery_failed", lambda *, model, error: logged.append(model)
+    )
     (bad, good) = submit(gateway, 1, 1)
 
     def fail_to_deliver(*_: object) -> None:

@@ -8,7 +8,8 @@ import pytest
 from support.lanes import CONTRACT, MS, RecordingCaller, cost_of, lane_of, put, request_of
 
 from iskander.config.models import LaneConfig
-from iskander.contract.tensors import Contract
+from iskander.contract.column_types import ColumnType
+from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import IskanderError, QueueFull
 from iskander.scheduling.admission import PASSED_MAX
 from iskander.scheduling.lane import PROBE_NS, Lane
@@ -509,3 +510,12 @@ def test_lane_is_ready_with_a_quorum_and_open_with_one_worker() -> None:
         lane.workers[index] = Worker(SlotPlan(index, 0, (0,), None))
         assert (lane.is_open, lane.is_ready) == expected
     assert list(lane.ready) == [0, 1]
+
+
+def test_contract_that_cannot_be_applied_is_not_set() -> None:
+    """A faulty worker sent it; another worker may have a valid one."""
+    lane = Lane(open_lane().model, LaneConfig())
+    column = TensorSpec("x", "x", ColumnType("int64\0"), ())
+    with pytest.raises(KeyError):
+        lane.set_contract(Contract((column,), (column,)))
+    assert lane.contract is None

@@ -29,7 +29,7 @@ def string_results(length: int) -> tuple[BatchPart, memoryview, bytes]:
     ((begin, end),), size = string_ranges(STRINGS.outputs, ROWS, [ROWS * length], layout)
     body = bytearray(size)
     body[layout[0] : layout[0] + offsets.nbytes] = offsets.tobytes()
-    body[begin:end] = np.arange(end - begin, dtype=np.uint8).tobytes()
+    body[begin:end] = (np.arange(end - begin) % 128).astype(np.uint8).tobytes()
     arena = bytearray(64 + max(request.layout.output_bytes, size))
     arena[64 : 64 + size] = body
     return BatchPart(request, 0, ROWS, 64), memoryview(arena), bytes(body)

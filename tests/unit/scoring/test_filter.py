@@ -113,6 +113,7 @@ def test_columns_are_those_of_the_text() -> None:
         "a > -'x'",
         "a\x00 > 1",
         "not " * 60 + "f",
+        "i > " + "-" * 1500 + "1",
         "(" * 300 + "f" + ")" * 300,
         "a in [" + "1, " * 1001 + "]",
         "a > 1 and " * 1000 + "f",

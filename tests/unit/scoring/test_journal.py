@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +13,7 @@ import pytest
 from iskander.scoring import journal as module
 from iskander.scoring.errors import JobConflict, StateError
 from iskander.scoring.journal import JOURNAL, PLAN, Finished, Journal
-from iskander.scoring.plan import Plan, unit
+from iskander.scoring.plan import Plan, canonical, unit
 
 SCHEMA = pa.schema([("a", pa.int64())])
 
@@ -94,7 +94,18 @@ def test_torn_last_line_is_ignored(tmp_path: Path, cut: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"{}\n", b"nonsense\n", b"[1]\n", b"\n", b"\xff\xfe\n", b'{"index": 99}\n']
+    "line",
+    [
+        b"{}\n",
+        b"nonsense\n",
+        b"[1]\n",
+        b"\n",
+        b"\xff\xfe\n",
+        b'{"index": 99}\n',
+        b'{"index": ' + b"[" * 5000 + b"\n",
+        canonical(asdict(done(a_plan(), 0)) | {"rows_in": "1"}) + b"\n",
+        canonical(asdict(done(a_plan(), len(a_plan().units) - 1)) | {"index": -1}) + b"\n",
+    ],
 )
 def test_damaged_line_is_rejected(tmp_path: Path, line: bytes) -> None:
     plan = a_plan()

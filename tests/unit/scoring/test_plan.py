@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ from iskander.scoring.job import Job
 from iskander.scoring.plan import (
     Plan,
     Unit,
+    canonical,
     decode_plan,
     encode_plan,
     fingerprint,
@@ -187,6 +189,10 @@ def test_limit_counts_rows_after_the_filter() -> None:
     assert [(each.index, each.rows_max) for each in kept] == [(0, None), (1, 4)]
 
 
+def with_changed(**values: Any) -> bytes:
+    return canonical(json.loads(encode_plan(a_plan(1))) | values)
+
+
 def test_plan_round_trips_through_json() -> None:
     plan = a_plan(1, None, 3)
     assert decode_plan(encode_plan(plan)) == plan
@@ -195,7 +201,18 @@ def test_plan_round_trips_through_json() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"{", b"{}", b"[]", b'{"format": 99}', encode_plan(a_plan(1))[:-20]],
+    [
+        b"",
+        b"{",
+        b"{}",
+        b"[]",
+        b'{"format": 99}',
+        encode_plan(a_plan(1))[:-20],
+        b"[" * 5000,
+        with_changed(schema="/////wD/"),
+        with_changed(units=[[-1, {}, 1, 1]]),
+        with_changed(units=[[0, {}, "1", 1]]),
+    ],
 )
 def test_damaged_plan_is_rejected(text: bytes) -> None:
     with pytest.raises(JobConflict, match="restart"):

@@ -13,10 +13,11 @@ import pytest
 from support.input_arena import in_loop, turn
 
 from iskander.control.channel import Channel, SeqpacketChannel
-from iskander.control.messages import Failed, encode
+from iskander.control.messages import RUN_NS_MAX, Done, Failed, Stepped, ToGateway, encode
 from iskander.control.zmq_channel import ZmqChannel
 from iskander.supervision.worker_messages import MESSAGES_PER_TURN, WorkerMessageReader
 
+NESTED = b"\x91\x94\xa1d\x01\x01" + b"\x91" * 5000 + b"\xc0"
 FLOOD = 4 * MESSAGES_PER_TURN
 Pair = tuple[Channel, Channel]
 
@@ -26,6 +27,7 @@ class Gateway:
 
     def __init__(self, channel: Channel) -> None:
         self.failed: list[int] = []
+        self.unprocessable: list[str] = []
         self.malformed = self.pumped = self.ended = 0
         self.recycling = SimpleNamespace(check=lambda worker: None)
         self.worker: Any = SimpleNamespace(channel=channel, batches=0, recycle_at=1)
@@ -33,6 +35,13 @@ class Gateway:
 
     def on_failed(self, _: object, message: Failed) -> None:
         self.failed.append(message.batch_id)
+
+    def on_message(self, _: object, message: ToGateway) -> None:
+        raise KeyError(type(message).__name__)
+
+    def on_unprocessable(self, _: object, message: ToGateway, error: Exception) -> None:
+        assert repr(error) == f"KeyError({type(message).__name__!r})"
+        self.unprocessable.append(type(message).__name__)
 
     def on_malformed(self, *_: object) -> None:
         self.malformed += 1
@@ -87,7 +96,8 @@ async def test_a_flood_is_read_in_several_turns_and_before_the_end(
 async def test_malformed_frames_count_against_the_turn(pair: Pair) -> None:
     channel, worker = pair
     gateway = Gateway(channel)
-    for _ in range(2 * MESSAGES_PER_TURN):
+    worker.send(NESTED)
+    for _ in range(2 * MESSAGES_PER_TURN - 1):
         worker.send(b"\xc1")
     for _ in range(1000):
         before = gateway.malformed
@@ -113,3 +123,32 @@ async def test_a_released_worker_is_not_read(pair: Pair) -> None:
     for _ in range(FLOOD):
         await turn()
     assert len(gateway.failed) == count < FLOOD
+
+
+@in_loop
+async def test_message_that_raises_ends_its_worker_and_not_the_turn(pair: Pair) -> None:
+    channel, worker = pair
+    gateway = Gateway(channel)
+    worker.send(encode([Stepped(9, ()), Failed(1, "model", "after")]))
+    for _ in range(1000):
+        gateway.reader.read(gateway.worker, channel)
+        await asyncio.sleep(0.002)
+        if gateway.failed:
+            break
+    assert (gateway.unprocessable, gateway.failed) == (["Stepped"], [1])
+    assert gateway.pumped
+
+
+@in_loop
+@pytest.mark.parametrize("run_ns", [-1, RUN_NS_MAX + 1])
+async def test_impossible_run_time_is_malformed(pair: Pair, run_ns: int) -> None:
+    """It would decide which model is served next."""
+    channel, worker = pair
+    gateway = Gateway(channel)
+    worker.send(encode([Done(1, run_ns)]))
+    for _ in range(1000):
+        gateway.reader.read(gateway.worker, channel)
+        await asyncio.sleep(0.002)
+        if gateway.malformed:
+            break
+    assert gateway.malformed == 1

@@ -25,6 +25,9 @@ from iskander.memory.segment import Segment
 from iskander.repository.models import Failure
 from iskander.scheduling.batcher import Reason
 from iskander.scheduling.cost import CostModel
+from iskander.supervision.gpus.device import Gpu
+from iskander.supervision.gpus.health import STATES, GpuState
+from iskander.supervision.gpus.readings import GpuReading
 from iskander.supervision.lifecycle import State
 from iskander.telemetry import metrics
 from iskander.telemetry.metric_sources import MetricSources
@@ -58,6 +61,43 @@ def lane_key(name: str, **labels: str) -> tuple[str, tuple[tuple[str, str], ...]
     return key(name, model="m", version="1", **labels)
 
 
+def make_gpu(**fields: Any) -> GpuState:
+    """A card with a value for each field of a reading."""
+    state = GpuState(Gpu(3, "GPU-a", "0000:17:00.0"))
+    values: dict[str, Any] = {
+        "utilization": 0.5,
+        "memory_used_bytes": 1,
+        "memory_total_bytes": 2,
+        "temperature_c": 40,
+        "power_w": 70.0,
+        "ecc_corrected": 1,
+        "ecc_uncorrected": 0,
+        "pcie_generation": 5,
+        "pcie_width": 16,
+        "pcie_replays": 0,
+    }
+    state.update(GpuReading("GPU-a", **(values | fields)), 1)
+    return state
+
+
+def test_state_and_errors_of_a_gpu() -> None:
+    gpus = [make_gpu(throttles=("power cap",), xids={"79": 1, "7": 2, "8": 1}, power_w=None)]
+    samples = scrape(observe([], [], gpus=gpus))
+    labels = {"gpu": "3", "uuid": "GPU-a"}
+    states = {s: samples[key("gpu_state", state=s, **labels)] for s in STATES}
+    assert states == {state: float(state == "throttled") for state in STATES}
+    assert samples[key("gpu_throttled", reason="power cap", **labels)] == 1
+    assert samples[key("gpu_throttled", reason="hardware thermal", **labels)] == 0
+    counts = {
+        x: samples[key("gpu_xid_errors_total", xid=x, **labels)] for x in ("79", "13", "other")
+    }
+    assert counts == {"79": 1, "13": 0, "other": 3}
+    assert key("gpu_power_watts", **labels) not in samples
+    unread = scrape(observe([], [], gpus=[GpuState(gpus[0].gpu)]))
+    assert unread[key("gpu_state", state="unknown", **labels)] == 1
+    assert key("gpu_reading_age_seconds", **labels) not in unread
+
+
 @pytest.mark.parametrize("metric", DECLARED, ids=lambda metric: metric.name)
 def test_metric_name_follows_prometheus_conventions(metric: metrics.Metric[Any]) -> None:
     """A prefix, the base unit last, `_total` for counters only, and a help sentence."""
@@ -79,6 +119,7 @@ def test_page_has_every_metric_with_its_declared_labels(is_openmetrics: bool) ->
     lane.costs[0] = CostModel()
     lane.metrics.on_stepped((("embed", 1000),))
     worker = make_worker()
+    worker.copied_bytes["in"] = 1
     worker.beat = Segment.create("iskander-test-beat", HEARTBEAT_BYTES)
     write_heartbeat(worker.beat.view, now_ns(), 0)
     observed = observe(
@@ -87,6 +128,8 @@ def test_page_has_every_metric_with_its_declared_labels(is_openmetrics: bool) ->
         calls_ended={("flight", "OK"): 1},
         reloads={"tokens": ReloadStatus()},
         expiry_s=lambda: 1.0,
+        grants=lambda: [("scoring", 5, {"rows": 9})],
+        gpus=[make_gpu(throttles=("power cap",), xids={"79": 1, "7": 2})],
     )
 
     rendered: dict[str, set[str]] = {}

@@ -159,6 +159,9 @@ def test_every_list_is_bounded() -> None:
         "workers": 10,
         "reasons": MODELS_MAX + 20 - REASONS_MAX,
         "memory": WORKERS_MAX + 10 + 3 - MEMORY_MAX,
+        "drift": 0,
+        "shadows": 0,
+        "shadow_outputs": 0,
     }
     assert len(status.models[0].refusals) == CODES_MAX
     assert f"code{CODES_MAX + 4}" in status.models[0].refusals

@@ -14,6 +14,7 @@ from iskander_worker import backends
 from iskander_worker.arrays import ArrayBatch
 from iskander_worker.backends import Arrays, Run, load_model
 from support import models
+from support.fake_device import FakeDevice
 from support.scripted import model_spec
 
 from iskander.contract.column_types import ColumnType
@@ -147,6 +148,7 @@ def test_provider_options_are_passed_to_their_provider(
     monkeypatch.setattr(onnx.ort, "InferenceSession", fail)
     monkeypatch.setattr(onnx.ort, "preload_dlls", lambda directory: None)
     monkeypatch.setattr(onnx.ort, "get_available_providers", lambda: [*onnx.PROVIDERS.values()])
+    monkeypatch.setattr(onnx, "open_device", lambda number: FakeDevice(number=number))
     spec = model_spec(
         models.row_ids(tmp_path),
         execution_providers=("cuda", "cpu"),
@@ -155,4 +157,4 @@ def test_provider_options_are_passed_to_their_provider(
     with pytest.raises(ManifestError, match="no such device"):
         onnx.load(spec, 1)
     assert passed["providers"] == ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    assert passed["provider_options"] == [{"device_id": "1"}, {}]
+    assert passed["provider_options"] == [{"user_compute_stream": "1", "device_id": "1"}, {}]

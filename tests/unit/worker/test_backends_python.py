@@ -117,7 +117,19 @@ def test_inconsistent_weights_header_is_rejected(tmp_path: Path, header: Any) ->
         inspect_safetensors(write_weights(tmp_path / "w.bin", header))
 
 
-@pytest.mark.parametrize("raw", [b"", b"123", (2**60).to_bytes(8, "little"), b"\x20" + bytes(9)])
+DEEP = b'{"w": ' + b"[" * 5000
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"123",
+        (2**60).to_bytes(8, "little"),
+        b"\x20" + bytes(9),
+        len(DEEP).to_bytes(8, "little") + DEEP,
+    ],
+)
 def test_invalid_weights_file_is_rejected(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "w.bin").write_bytes(raw)
     with pytest.raises(ManifestError, match="no safetensors file"):

@@ -64,13 +64,13 @@ def load_result(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Any:
     ],
 )
 def test_any_library_exception_fails_the_load(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: BaseException
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     response = load_result(monkeypatch, error)
 
     assert isinstance(response, LoadFailed) and response.model == 7 and response.code == "manifest"
     assert response.message.startswith(f"it cannot be loaded: {type(error).__name__}")
-    assert "Traceback" in capfd.readouterr().err
+    assert "Traceback" in caplog.text
 
 
 def test_iskander_error_is_reported_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,9 @@ def test_typed_contents(datatype: str, field: str, values: list[Any]) -> None:
     assert decode_response(response(outputs=[tensor]), ["y"], graph, 2)["y"].tolist() == texts
 
 
+SMALL = Graph((X,), (GraphTensor("y", "tensor(int8)", ("rows",)),))
+LONG_TAG = b"\xb2\x80\x80\x80\x80\x80\x00\x10"
+"""Of `raw_output_contents` with a length of 16, in more bytes than a tag may have."""
 INVALID = {
     "no ModelInferResponse": b"\x32\x05ab",
     "output `y` is missing; it has z": response(outputs=[output("z")]),
@@ -124,6 +127,19 @@ def test_invalid_answers_name_the_difference(text: str) -> None:
     with pytest.raises(ValueError) as raised:
         decode_response(INVALID[text], ["y"], Y, 2)
     assert text in str(raised.value)
+
+
+def test_typed_value_outside_its_datatype_is_a_value_error() -> None:
+    tensor = output(datatype="INT8")
+    tensor.contents.int_contents.extend([1, 300])
+    with pytest.raises(ValueError, match="300 out of bounds"):
+        decode_response(response(outputs=[tensor]), ["y"], SMALL, 2)
+
+
+def test_tag_of_more_than_five_bytes_is_a_value_error() -> None:
+    """As protobuf requires; a proxy could read another answer."""
+    with pytest.raises(ValueError, match="no ModelInferResponse"):
+        decode_response(response(outputs=[output()]) + LONG_TAG + bytes(16), ["y"], Y, 2)
 
 
 @given(st.binary(max_size=60))

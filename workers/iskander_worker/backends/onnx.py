@@ -22,6 +22,9 @@ from iskander.errors import ExecutionFailed, ManifestError
 from iskander_worker import backends
 from iskander_worker.backends import Arrays, Run
 from iskander_worker.backends.onnx_binding import BFLOAT16, Binding, options_of
+from iskander_worker.backends.onnx_device import OnnxLauncher, has_graphs
+from iskander_worker.devices.cuda import Device, DriverError, open_device
+from iskander_worker.loading import engines
 from iskander_worker.loading.opener import ModelSource, open_model
 from iskander_worker.tensors import error_text
 
@@ -37,6 +40,13 @@ OPTIMIZATION_LEVELS = {
     "level3": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
 
+ON_DEVICE = frozenset({"cuda", "tensorrt"})
+"""Providers that compute on a stream of the caller."""
+
+_CANNOT_START = (
+    "the execution provider {} cannot start on this machine (no device, driver or libraries), and "
+    "the CPU is not used instead"
+)
 _LOG_ERRORS_ONLY = 3
 ort.set_default_logger_severity(4)
 
@@ -88,11 +98,14 @@ class OnnxModel:
                 raise ManifestError(
                     f"operator library `{Path(library).name}` cannot be loaded: {error_text(error)}"
                 ) from None
-        self._session = _open(file, options, spec.execution_providers, spec.provider_options)
+        self._session, device, stream = _open_on_device(file, options, spec, source)
         self.providers = tuple(self._session.get_providers())
         self.graph = _graph_of(self._session)
         inputs = self.graph.inputs
         self._bfloat16 = {each.name for each in inputs if each.element == "tensor(bfloat16)"}
+        self.launcher: OnnxLauncher | None = None
+        if device is not None:
+            self.launcher = OnnxLauncher(self._session, device, stream, self._graph_rows(spec))
         # A binding on an accelerator copies its inputs at its creation, so it is used once.
         self.is_binding_reusable = self.providers[0] == PROVIDERS["cpu"]
 
@@ -121,7 +134,21 @@ class OnnxModel:
 
     def close(self) -> None:
         """Release the graph with its last binding."""
+        launcher, self.launcher = self.launcher, None
         del self._session
+        if launcher is not None:
+            launcher.close()
+
+    def _graph_rows(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Numbers of rows to capture as CUDA graphs: those that repeat."""
+        is_cuda = spec.execution_providers[0] == "cuda"
+        if not is_cuda or not has_graphs(spec.provider_options.get("cuda", {})):
+            return ()
+        fixed = {each.shape[0] for each in self.graph.inputs if each.shape}
+        rows = tuple(sorted(each for each in fixed if isinstance(each, int))) or spec.pad_to
+        if not rows:
+            self.notices = ("enable_cuda_graph has no effect: the lane has no `pad_to`",)
+        return rows
 
 
 def read_graph(path: Path) -> Graph:
@@ -131,6 +158,39 @@ def read_graph(path: Path) -> Graph:
     options.intra_op_num_threads = 1
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     return _graph_of(_open(model_file(path), options, ("cpu",)))
+
+
+def _open_on_device(
+    file: Path, options: ort.SessionOptions, spec: ModelSpec, source: ModelSource
+) -> tuple[ort.InferenceSession, Device | None, int]:
+    """Open a session, on a stream of its own if its first provider is that of a device."""
+    providers, provider_options = spec.execution_providers, {**spec.provider_options}
+    if providers[0] not in ON_DEVICE:
+        return _open(file, options, providers, provider_options), None, 0
+    device, stream = _device_and_stream(spec)
+    try:
+        for each in ON_DEVICE & set(providers):
+            own = {"user_compute_stream": str(stream)}
+            if each == engines.PROVIDER and source.engines is not None:
+                own |= engines.cache_options(source.engines, is_building=source.is_building)
+                own |= engines.profile_options(spec, read_graph(file))
+            provider_options[each] = {**own, **provider_options.get(each, {})}
+        return _open(file, options, providers, provider_options), device, stream
+    except ManifestError:
+        device.destroy_stream(stream)
+        raise
+
+
+def _device_and_stream(spec: ModelSpec) -> tuple[Device, int]:
+    """The device of the first provider, and a stream for the session."""
+    provider = spec.execution_providers[0]
+    number = int(spec.provider_options.get(provider, {}).get("device_id", "0"))
+    try:
+        device = open_device(number)
+        device.use()
+        return device, device.create_stream()
+    except DriverError as error:
+        raise ManifestError(f"{_CANNOT_START.format(PROVIDERS[provider])}: {error}") from None
 
 
 @cache
@@ -166,10 +226,7 @@ def _open(
     # The runtime drops a provider without libraries or a device with only a log line.
     dropped = [name for name in names if name not in session.get_providers()]
     if dropped:
-        raise ManifestError(
-            f"the execution provider {', '.join(dropped)} cannot start on this machine (no device, "
-            "driver or libraries), and the CPU is not used instead"
-        )
+        raise ManifestError(_CANNOT_START.format(", ".join(dropped)))
     return session
 
 

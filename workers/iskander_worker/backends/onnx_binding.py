@@ -48,10 +48,12 @@ class Binding:
             address, shape = input_address + offset, (rows, *spec.shape)
             if spec.type.dtype_name == "bool":
                 tensor = np.empty(shape, np.bool_)
-                self._unpacked.append((memory(address, spec.buffer_bytes(rows)), tensor))
+                bits = memory(address, spec.buffer_bytes(rows))
+                _unpack(bits, tensor)  # On a GPU the next call copies the tensor.
+                self._unpacked.append((bits, tensor))
                 self.own_bytes += tensor.nbytes
                 address = tensor.ctypes.data
-            io.bind_input(spec.tensor, "cpu", 0, _element(spec), shape, address)
+            io.bind_input(spec.tensor, "cpu", 0, element_of(spec), shape, address)
         offsets, _ = body_layout(contract.outputs, rows)
         for position, (spec, offset) in enumerate(zip(contract.outputs, offsets, strict=True)):
             address, shape = output_address + offset, (rows, *spec.shape)
@@ -66,13 +68,12 @@ class Binding:
                 self._packed.append((tensor, target))
                 self.own_bytes += tensor.nbytes
                 address = tensor.ctypes.data
-            io.bind_output(spec.tensor, "cpu", 0, _element(spec), shape, address)
+            io.bind_output(spec.tensor, "cpu", 0, element_of(spec), shape, address)
 
     def run(self, run: Run) -> None:
         """Compute the batch, or raise `ExecutionFailed`; an abort ends it between two nodes."""
         for bits, tensor in self._unpacked:
-            flat = tensor.view(np.uint8).reshape(-1)
-            flat[:] = np.unpackbits(bits, count=flat.size, bitorder="little")
+            _unpack(bits, tensor)
         for _, spec, _ in self._unbound:
             # For every run, because the runtime keeps the last output bound, with its shape.
             self._io.bind_output(spec.tensor, "cpu")
@@ -100,20 +101,27 @@ class Binding:
                 target[:] = memory(value.data_ptr(), len(target))
 
 
+def _unpack(bits: np.ndarray, tensor: np.ndarray) -> None:
+    """Write Arrow bits to a tensor of booleans."""
+    flat = tensor.view(np.uint8).reshape(-1)
+    flat[:] = np.unpackbits(bits, count=flat.size, bitorder="little")
+
+
 def options_of(run: Run) -> ort.RunOptions:
     """Create the options of a run, stored in `run.native`.
 
-    Setting `terminate` on them from another thread aborts the run. The entry is the runtime's
-    default: its Python wrapper reads it before every run, and without it raises and catches an
-    exception, which costs as much as a small model.
+    Setting `terminate` on them from another thread aborts the run. The entry excludes the run from
+    graphs of a GPU. The runtime's Python wrapper reads it before every run, and without it raises
+    and catches an exception, which costs as much as a small model.
     """
     options = ort.RunOptions()
-    options.add_run_config_entry("gpu_graph_id", "0")
+    options.add_run_config_entry("gpu_graph_id", "-1")
     run.native = options
     if run.is_aborted:  # Checked after the assignment: a later abort sets `terminate` itself.
         options.terminate = True
     return options
 
 
-def _element(spec: TensorSpec) -> np.dtype[Any] | int:
+def element_of(spec: TensorSpec) -> np.dtype[Any] | int:
+    """The element type of a tensor, as the runtime's bindings take it."""
     return BFLOAT16 if spec.type.dtype_name == "bfloat16" else np.dtype(spec.type.dtype.numpy)

@@ -29,6 +29,7 @@ from iskander.contract.paths import path_inside
 from iskander.control.messages import ModelSpec
 from iskander.errors import ExecutionFailed, ManifestError
 from iskander_worker.backends import Arrays, Run, require_manifest
+from iskander_worker.backends.torch_device import TorchLauncher
 from iskander_worker.loading.weight_files import inspect_safetensors, load_safetensors
 from iskander_worker.tensors import error_text
 
@@ -75,27 +76,42 @@ class TorchModel:
         if section.weights:
             self._load_weights(path_inside(folder, section.weights))
         self._bfloat16 = {each.name for each in self.graph.inputs if each.element == BFLOAT16}
+        self.launcher: TorchLauncher | None = None
+        if self._device == "cuda":
+            self.launcher = TorchLauncher(self._named_results, self._arguments)
 
     def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
         """Compute one batch, or raise `ExecutionFailed`."""
+        inputs = [self._input(name, arrays[name]) for name in self._arguments]
+        named = self._named_results(inputs)
+        return {name: _to_numpy(named[name]) for name in outputs}
+
+    def close(self) -> None:
+        """Release the program."""
+        launcher, self.launcher = self.launcher, None
+        del self._call, self._module
+        if launcher is not None:
+            launcher.close()
+
+    def _named_results(self, inputs: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Call the program; return its results by name, or raise `ExecutionFailed`."""
         try:
             with torch.inference_mode():
-                results = self._call(*(self._input(name, arrays[name]) for name in self._arguments))
-                named = self._by_name(results)
-                return {name: _to_numpy(named[name]) for name in outputs}
+                return self._by_name(self._call(*inputs))
         except ExecutionFailed:
             raise
         except Exception as error:
             raise ExecutionFailed(_without_traceback(error)) from None
 
-    def close(self) -> None:
-        """Release the program."""
-        del self._call, self._module
-
     def _load(self, path: Path, manifest: Manifest) -> tuple[Callable[..., Any], list[str], Graph]:
         """Return the function to call, its argument names, and the graph."""
         if path.suffix == ".pt2":
             program = torch.export.load(path)
+            if self._device != "cpu":
+                from torch.export.passes import move_to_device_pass
+
+                # Else tensors that the program itself creates stay where it was exported.
+                program = move_to_device_pass(program, self._device)
             self._module: Any = program.module().to(self._device)
             graph = _graph_of(program, self._outputs)
             return self._module, [each.name for each in graph.inputs], graph

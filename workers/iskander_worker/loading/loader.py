@@ -17,6 +17,7 @@ from iskander.control.messages import Loaded, LoadFailed, ModelSpec, Notice, ToG
 from iskander.errors import IskanderError
 from iskander_worker.attachments import Attachment
 from iskander_worker.failures import load_error
+from iskander_worker.loading.progress import progress
 from iskander_worker.sandbox.client import sandbox_server
 from iskander_worker.session import Session
 
@@ -60,6 +61,14 @@ class LoadQueue:
             load.attachment.executor.sessions[load.spec.key] = load.session
         self._start_next()
         return load.attachment, load.answer()
+
+    def progress(self) -> tuple[Attachment, Notice] | None:
+        """A report of the running load, if one is due."""
+        load = self._running
+        text = progress.due(now_ns()) if load is not None else ""
+        if load is None or not text:
+            return None
+        return load.attachment, Notice(f"{load.spec.name}/{load.spec.version}: {text}")
 
     def keep(self, used: set[Session]) -> None:
         """Close the sessions that are not in `used`."""

@@ -24,6 +24,13 @@ from iskander.contract.labels import named_files
 from iskander.contract.manifest import model_file, read_manifest
 from iskander.control.messages import ModelSpec
 from iskander.errors import ConfigError, ManifestError
+from iskander_worker.devices.cuda import DriverError, open_device
+from iskander_worker.loading.engines import (
+    PROVIDER,
+    key_parts,
+    needs_engines,
+    tensorrt_version,
+)
 from iskander_worker.loading.model_files import (
     ModelFiles,
     inspect_files,
@@ -34,6 +41,7 @@ from iskander_worker.loading.model_files import (
     sha256_of,
     stamp_of,
 )
+from iskander_worker.loading.progress import progress
 from iskander_worker.loading.weight_cache import FORMAT, Entry, WeightStore
 from iskander_worker.sandbox.client import load_in_sandbox
 
@@ -52,11 +60,14 @@ _UNPINNED = ("manifest.toml", "manifest.toml.sig")
 class ModelSource(NamedTuple):
     """Files to open and to write.
 
-    `optimised` is a copy to open in place of the model's file; `save_to` is the target of a new
-    copy, with weights in the file `save_weights` beside it.
+    `optimised` is a copy to open in place of the model's file, `engines` a folder with engines of
+    TensorRT, or for them while `is_building`; `save_to` is the target of a new copy, with weights
+    in the file `save_weights` beside it.
     """
 
     optimised: Path | None = None
+    engines: Path | None = None
+    is_building: bool = False
     libraries: tuple[str, ...] = ()
     save_to: Path | None = None
     save_weights: str = ""
@@ -108,6 +119,8 @@ def open_model(
     names = manifest.custom_ops if manifest is not None else ()
     source = ModelSource(libraries=libraries_of(names, loading.custom_ops))
     is_shared = _is_shared(spec, files)
+    if needs_engines(spec):
+        return _open_with_engines(spec, cores, source, files, runtime, open_source)
     if spec.execution_providers != ("cpu",) or not (loading.is_sandboxed or is_shared):
         return open_source(source)
     notices: tuple[str, ...] = ()
@@ -116,7 +129,8 @@ def open_model(
             raise ConfigError("loading.cache has no folder: neither it nor HOME is set")
         store = WeightStore(Path(loading.cache), loading.cache_bytes)
         key = _entry_key(spec, files, source.libraries, runtime)
-        return _CachedLoad(store, key, spec, cores, source, files).open(open_source)
+        load = _CachedLoad(store, key, spec, cores, source, files, loading.sandbox_s, is_shared)
+        return load.open(open_source)
     except ConfigError as error:
         notices = (f"weights are not shared: {error.message}",) if is_shared else ()
     if loading.is_sandboxed:
@@ -126,6 +140,37 @@ def open_model(
     model = open_source(source)
     model.notices = notices
     return model
+
+
+def _open_with_engines(
+    spec: ModelSpec,
+    cores: int,
+    source: ModelSource,
+    files: ModelFiles,
+    runtime: str,
+    open_source: Callable[[ModelSource], ModelT],
+) -> ModelT:
+    """Open a model with TensorRT's engines, which one worker of a card has built in a sandbox."""
+    loading = spec.loading
+    try:
+        if not loading.cache:
+            raise ConfigError("loading.cache has no folder: neither it nor HOME is set")
+        store = WeightStore(Path(loading.cache), loading.cache_bytes)
+        number = int(spec.provider_options.get(PROVIDER, {}).get("device_id", "0"))
+        parts = key_parts(spec, open_device(number).name, tensorrt_version())
+        key = _entry_key(spec, files, source.libraries, runtime, parts)
+        load = _CachedLoad(store, key, spec, cores, source, files, loading.engine_s, False)
+        with progress.step("building or waiting for TensorRT engines"):
+            return load.open(open_source)
+    except DriverError as error:
+        raise ManifestError(f"no device for TensorRT: {error}") from None
+    except ConfigError as error:
+        model = open_source(source)
+        model.notices = (
+            *model.notices,
+            f"TensorRT engines are not cached, so every worker builds them: {error.message}",
+        )
+        return model
 
 
 def require_trusted(spec: ModelSpec) -> None:
@@ -161,11 +206,13 @@ class _CachedLoad(NamedTuple):
     cores: int
     source: ModelSource
     files: ModelFiles
+    seconds: float
+    is_shared: bool
 
     def open(self, open_source: Callable[[ModelSource], ModelT]) -> ModelT:
         """Open the model by its entry, which is created first if needed."""
         # One worker runs the sandboxed load; the other workers of the model wait for its entry.
-        deadline_ns = clock.now_ns() + int(self.spec.loading.sandbox_s * clock.NS_PER_S)
+        deadline_ns = clock.now_ns() + int(self.seconds * clock.NS_PER_S)
         for _ in range(TRIES):
             with self.store.locked(self.key, deadline_ns):
                 entry = self._find()
@@ -188,12 +235,13 @@ class _CachedLoad(NamedTuple):
 
         A timeout after a long wait for the lock is reported and not cached: the load had less time.
         """
-        store, key, spec, cores, source, files = self
-        loading, is_shared = spec.loading, _is_shared(spec, files)
+        store, key, spec, cores, source, files, limit_s, is_shared = self
+        has_engines = needs_engines(spec)
+        is_required = spec.loading.is_sandboxed or has_engines
         begun_ns = clock.now_ns()
         seconds = max((deadline_ns - begun_ns) / clock.NS_PER_S, SANDBOX_S_MIN)
         folder = store.prepare(key)
-        target = folder if is_shared else None
+        target = folder if is_shared or has_engines else None
         verdict = load_in_sandbox(spec, cores, source.libraries, seconds=seconds, folder=target)
         note = verdict.note
         if is_shared and verdict.refusal and not verdict.is_late:
@@ -202,15 +250,15 @@ class _CachedLoad(NamedTuple):
             passed_s = (clock.now_ns() - begun_ns) / clock.NS_PER_S
             left_s = max(seconds - passed_s, SANDBOX_S_MIN)
             verdict = load_in_sandbox(spec, cores, source.libraries, seconds=left_s)
-        is_final = not verdict.is_late or seconds > loading.sandbox_s / 2
+        is_final = not verdict.is_late or seconds > limit_s / 2
         try:
             require_unchanged(files.stamps)
-            if loading.is_sandboxed and (verdict.error or not is_final):
+            if is_required and (verdict.error or not is_final):
                 raise ManifestError(verdict.error or verdict.refusal)
         except ManifestError:
             store.discard(key)
             raise
-        if loading.is_sandboxed:
+        if is_required:
             store.add(key, note, verdict.refusal)
         else:
             store.add(key, note or verdict.refusal or verdict.error)
@@ -221,6 +269,8 @@ def _from_entry(
 ) -> ModelT:
     if entry.record.refusal:
         raise ManifestError(f"{entry.record.refusal}; it is not loaded again for ten minutes")
+    if entry.model is None and entry.record.digests:
+        return open_source(source._replace(engines=entry.folder))
     reason = entry.record.note
     if entry.model is not None:
         try:
@@ -232,7 +282,13 @@ def _from_entry(
     return model
 
 
-def _entry_key(spec: ModelSpec, files: ModelFiles, libraries: tuple[str, ...], runtime: str) -> str:
+def _entry_key(
+    spec: ModelSpec,
+    files: ModelFiles,
+    libraries: tuple[str, ...],
+    runtime: str,
+    more: list[object] | None = None,
+) -> str:
     """Name of an entry: a hash of everything that its content depends on."""
     parts = [
         FORMAT,
@@ -246,6 +302,7 @@ def _entry_key(spec: ModelSpec, files: ModelFiles, libraries: tuple[str, ...], r
         spec.string_bytes,
         spec.loading.is_shared,
         (spec.loading.sandbox_s, spec.loading.sandbox_bytes),
+        *(more or ()),
     ]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:40]
 

@@ -4,9 +4,9 @@ An entry is created by a sandboxed load, and its name is a hash of everything th
 it is never stale. It is used only if no other user can write it and every file has its recorded
 hash.
 
-Layout: `KEY/entry.json` (a `Record`); `KEY/model.onnx` and `KEY/weights.bin` if weights are shared;
-`KEY.lock`, locked shared to open the model and exclusively to create or evict it; `.new-KEY`, an
-entry under construction.
+Layout: `KEY/entry.json` (a `Record`); `KEY/model.onnx` and `KEY/weights.bin` if weights are shared,
+or TensorRT's engines (`engines`); `KEY.lock`, locked shared to open the model and exclusively to
+create or evict it; `.new-KEY`, an entry under construction.
 
 Runs on: worker main and the operator's tool.
 """
@@ -31,6 +31,7 @@ from iskander.errors import ConfigError, ManifestError
 
 FORMAT = 1
 ENTRIES_MAX = 4096
+FILES_MAX = 256
 RECORD_BYTES_MAX = 1 << 16
 POLL_S = 0.02
 RECORD, MODEL, WEIGHTS = "entry.json", "model.onnx", "weights.bin"
@@ -51,9 +52,10 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Entry(NamedTuple):
-    """A record and the optimised model; None if weights are not shared."""
+    """A record, its folder, and the optimised model; None if weights are not shared."""
 
     record: Record
+    folder: Path
     model: Path | None
 
 
@@ -82,7 +84,7 @@ class WeightStore:
             if len(raw) > RECORD_BYTES_MAX:
                 return None
             record = msgspec.json.decode(raw, type=Record)
-            if record.format != FORMAT or set(record.digests) - {MODEL, WEIGHTS}:
+            if record.format != FORMAT or any("/" in name for name in record.digests):
                 return None
             for name, digest in record.digests.items():
                 _require_private(folder / name)
@@ -91,7 +93,7 @@ class WeightStore:
             os.utime(folder / RECORD)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
-        return Entry(record, folder / MODEL if record.digests else None)
+        return Entry(record, folder, folder / MODEL if MODEL in record.digests else None)
 
     def prepare(self, key: str) -> Path:
         """Create an empty folder for a new entry. The caller holds its lock exclusively."""
@@ -107,7 +109,9 @@ class WeightStore:
         """Publish the prepared entry atomically. The caller holds its lock exclusively."""
         new, folder = self._folder / f".new-{key}", self._folder / key
         try:
-            names = [name for name in (MODEL, WEIGHTS) if (new / name).exists()]
+            names = sorted(each.name for each in new.iterdir())
+            if len(names) > FILES_MAX:
+                raise ConfigError(f"its entry has {len(names)} files, limit {FILES_MAX}")
             copied = sum((new / name).stat().st_size for name in names)
             if not note and not refusal and copied > self._bytes_max:
                 note = f"its copy has {copied} bytes, limit {self._bytes_max} (loading.cache_bytes)"

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from iskander.decoders import thread_safe
+from iskander.decoders import DECODE_ERRORS, thread_safe
 from iskander.errors import ManifestError
 
 HEADER_BYTES_MAX = 16 << 20
@@ -55,7 +55,7 @@ def inspect_safetensors(path: Path) -> tuple[dict[str, StoredTensor], int]:
         tensors = {
             name: msgspec.json.decode(raw, type=StoredTensor) for name, raw in entries.items()
         }
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise ManifestError(f"`{path.name}` is no safetensors file: {error}") from None
     at = 0
     for name, stored in sorted(tensors.items(), key=lambda item: item[1].data_offsets):

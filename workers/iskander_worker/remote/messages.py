@@ -26,6 +26,7 @@ _RAW_INPUT: Final = b"\x3a"
 _RAW_OUTPUT: Final = 6 << 3 | 2
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 _FIXED_BYTES: Final = {_I64: 8, _I32: 4}
+_TAG_BYTES_MAX: Final = 5
 _TEXT_MAX: Final = 100
 
 
@@ -150,6 +151,8 @@ def _split(raw: bytes) -> tuple[bytes, list[memoryview]]:
         while at < len(view):
             start = at
             key, at = read_varint(view, at)
+            if at - start > _TAG_BYTES_MAX:
+                raise IndexError
             begin, kind = at, key & 7
             if kind == _LEN:
                 length, begin = read_varint(view, at)

@@ -54,7 +54,7 @@ def array_of_typed(contents: Any, dtype: Dtype, shape: tuple[int, ...]) -> np.nd
     """Return an array of an `InferTensorContents` message.
 
     Raises:
-        ValueError: The datatype has no typed form, or the number of values is wrong.
+        ValueError: The datatype has no typed form, or the values do not fit it or the shape.
     """
     field = TYPED_FIELDS.get(dtype.oip)
     if field is None:
@@ -64,7 +64,10 @@ def array_of_typed(contents: Any, dtype: Dtype, shape: tuple[int, ...]) -> np.nd
         raise ValueError(f"it has {len(values)} values, and its shape needs {prod(shape)}")
     if dtype.oip == STRINGS:
         return _objects(values, shape)
-    return np.array(values, dtype.numpy).reshape(shape)
+    try:
+        return np.array(values, dtype.numpy).reshape(shape)
+    except OverflowError as error:
+        raise ValueError(str(error)) from None
 
 
 def _with_lengths(texts: Iterable[str]) -> Iterable[bytes]:

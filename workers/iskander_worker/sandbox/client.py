@@ -40,8 +40,8 @@ _LINE_BYTES = 1 << 16
 class Job(msgspec.Struct, frozen=True):
     """A model to load, and the limits of its private memory, of each file, and of the time.
 
-    The optimised model is saved to `folder`, if weights are shared. `libraries` are the paths of
-    custom operator libraries.
+    The optimised model is saved to `folder`, if weights are shared; for TensorRT, its engines are.
+    `libraries` are the paths of custom operator libraries.
     """
 
     spec: ModelSpec

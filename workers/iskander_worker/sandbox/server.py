@@ -19,7 +19,6 @@ import resource
 import select
 import signal
 import sys
-import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +27,8 @@ import msgspec
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import IskanderError, ManifestError, shorten
+from iskander.logs import workers as log
+from iskander.logs.stderr import set_up_worker
 from iskander_worker.affinity import set_library_environment
 from iskander_worker.loading.weight_cache import MODEL, WEIGHTS
 from iskander_worker.sandbox.client import (
@@ -64,6 +65,7 @@ def main() -> None:
     os.dup2(2, 1)
     Path("/proc/self/comm").write_text("isk-sandbox")
     os.nice(NICE)
+    set_up_worker()
     set_library_environment()
     for name in _PRELOADED:
         import_module(f"iskander_worker.{name}")
@@ -129,13 +131,14 @@ def _run_fork(request: JobRequest, server_pid: int, write_fd: int) -> NoReturn:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server_pid:  # Else the server exited before the call above.
             os.setsid()
+            set_up_worker()
             _limit(request.job, request.deadline_ns)
             os.write(write_fd, msgspec.json.encode(_load_job(request.job)))
             # No orderly exit: threads of the runtime could block it, and nothing is to be saved.
             os._exit(0)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(BaseException):
-            traceback.print_exc()
+            log.worker_bug(error=error)
     finally:
         os._exit(1)
 
@@ -176,6 +179,7 @@ def _load_job(job: Job) -> Verdict:
 def _load(job: Job) -> str:
     """Load, warm, save and compare; return why the weights cannot be shared, else nothing."""
     from iskander_worker.backends.onnx import OnnxModel
+    from iskander_worker.loading.engines import needs_engines
     from iskander_worker.loading.opener import ModelSource
     from iskander_worker.loading.prepacked import align_weights
     from iskander_worker.session import Session
@@ -186,7 +190,9 @@ def _load(job: Job) -> str:
     def opened(source: ModelSource) -> Session:
         return Session(spec, job.cores, lambda spec, cores: OnnxModel(spec, cores, source))
 
-    if job.folder is None:
+    if job.folder is None or needs_engines(spec):
+        if job.folder is not None:
+            source = source._replace(engines=Path(job.folder), is_building=True)
         opened(source).warm_up(spec.rows_max)
         return ""
     folder = Path(job.folder)

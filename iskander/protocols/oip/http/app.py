@@ -9,7 +9,6 @@ configuration, statistics, model repository, shared memory, traces and logging.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -33,16 +32,16 @@ from iskander.errors import (
     IskanderError,
     MalformedInput,
     NotReady,
+    Overloaded,
     Unauthenticated,
     Unsupported,
 )
+from iskander.logs import requests as log
 from iskander.protocols.oip.http.body import RETRY_MS, BodyQuota, ReceivedBody, read_body
 from iskander.protocols.oip.http.infer import JSON_TYPE
 from iskander.protocols.oip.http.messages import plain
 from iskander.protocols.oip.service import OipService
 from iskander.repository.models import Models
-
-log = logging.getLogger("iskander.http")
 
 CALL_BYTES_MAX = 1 << 16
 """Limit of the body of any call other than inference."""
@@ -92,8 +91,10 @@ class OipHttp:
                 ]
                 try:
                     is_probe = scope["path"] in _PROBES
-                    scope["grant"] = self.authenticator.grant(headers, is_probe=is_probe)
-                except Unauthenticated as error:
+                    origin = scope["origin"]
+                    authenticate = self.authenticator.authenticate
+                    scope["grant"] = await authenticate(headers, is_probe=is_probe, origin=origin)
+                except (Unauthenticated, Overloaded) as error:
                     return await error_response(error)(scope, receive, send)
             return await routed(scope, receive, send)
 
@@ -194,12 +195,12 @@ class OipHttp:
         message = oip_pb2.RepositoryModelLoadRequest(**request.path_params)
         for name in body.parameters or ():
             message.parameters.get_or_create(name)
-        await self.service.load(message, request.scope["grant"])
+        await self.service.load(message, request.scope["grant"], request.scope["origin"])
         return Response()
 
     async def _unload(self, request: Request) -> Response:
         message = oip_pb2.RepositoryModelUnloadRequest(**request.path_params)
-        await self.service.unload(message, request.scope["grant"])
+        await self.service.unload(message, request.scope["grant"], request.scope["origin"])
         return Response()
 
     async def _read(self, request: Request, kind: type[_Struct]) -> _Struct:
@@ -245,7 +246,7 @@ def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = N
 async def _on_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, IskanderError)
     if error.fault == "server":
-        log.warning("request failed with %s: %s", error.code, error.message)
+        log.http_request_failed(code=error.code, reason=error.message)
     return error_response(error)
 
 

@@ -127,7 +127,7 @@ class HttpInference:
         assert contract is not None
         tensors = read_inputs(contract, parsed.tensors, self._submitter.limits)
         chosen = select_outputs(contract, parsed, tensors.rows, self._json_max)
-        terms = _terms(request, parsed, is_traced=self._submitter.tracer is not None)
+        terms = _terms(request, parsed, is_traced=self._submitter.uses_contexts)
         answer = self._submitter.infer(lane, tensors, terms=terms, traced=traced)
         body = await _unless_gone(request.receive, answer)
         results = result_tensors(contract, tensors.rows, body)

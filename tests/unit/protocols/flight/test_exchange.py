@@ -19,7 +19,7 @@ def exchange_of(call: Any) -> Exchange:
     return Exchange(
         call,
         input_arena=unused,
-        dispatcher=SimpleNamespace(tracer=None),  # type: ignore[arg-type]
+        dispatcher=SimpleNamespace(tracer=None, uses_contexts=False),  # type: ignore[arg-type]
         limits=Config().limits,
         find=unused,
         region=unused,

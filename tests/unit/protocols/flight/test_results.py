@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from iskander.arrow.types import output_schema
 from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import parse_column_type
 from iskander.contract.outputs import ColumnOrder, Rank
+from iskander.contract.result_types import ListOf, Value
 from iskander.contract.strings import strings_to_body
 from iskander.contract.tensors import Contract, ResultColumn, TensorSpec, body_layout
 from iskander.errors import ContractError, ExecutionFailed
+from iskander.protocols.flight import results
 from iskander.protocols.flight.codec import StreamCodec
 from iskander.protocols.flight.data import read_flight_data
 from iskander.protocols.flight.plan import Plan
@@ -201,3 +204,12 @@ def test_passthrough_column_with_a_result_name_is_rejected() -> None:
     schema = pa.schema([("x", pa.int64()), ("top", pa.int8())])
     with pytest.raises(ContractError, match="would be passed through and are also results"):
         Plan(ipc.header_of(schema.serialize()), contract, LIMITS)
+
+
+@pytest.mark.parametrize("lengths", [[2, -1], [4, 0], [2**31 - 1, 0], [-(2**31), 1]])
+def test_lengths_of_a_faulty_worker_make_no_invalid_lists(lengths: list[int]) -> None:
+    """Clients read a list at its offsets without a check."""
+    values = (pa.array(range(6), pa.int64()), (3,))
+    leaves = deque([values, (pa.array(lengths, pa.int32()), ())])
+    with pytest.raises(ExecutionFailed, match="lists of other lengths than 0 to 3"):
+        results._variable_lists(ListOf(Value("int64"), None), leaves, 2)

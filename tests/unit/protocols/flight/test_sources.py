@@ -40,7 +40,7 @@ def sources(find: Any, **settings: Any) -> FlightSources:
         address="",
         readers=OnePart(),  # type: ignore[arg-type]
         find=find,
-        describe=lambda _: [],
+        describe=lambda *_: [],
     )
 
 

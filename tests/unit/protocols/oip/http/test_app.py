@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from iskander.auth.grants import FULL_GRANT, Grant
+from iskander.auth.origin import UNKNOWN_ORIGIN
 from iskander.protocols.oip.http.app import OipHttp
 
 
@@ -18,7 +19,8 @@ class Access:
     def __init__(self) -> None:
         self.probes: list[bool] = []
 
-    def grant(self, _: Any, *, is_probe: bool = False) -> Grant:
+    async def authenticate(self, _: Any, *, is_probe: bool = False, origin: Any) -> Grant:
+        del origin
         self.probes.append(is_probe)
         return FULL_GRANT
 
@@ -46,6 +48,7 @@ def request(target: bytes, method: str = "GET") -> tuple[int, bytes, bool]:
     app: Any = OipHttp(None, None, Infer(), access, None, counts).app()  # type: ignore[arg-type]
     scope = {
         "type": "http",
+        "origin": UNKNOWN_ORIGIN,
         "method": method,
         "raw_path": target,
         "path": target.decode(),

@@ -36,6 +36,7 @@ class ScriptedSubmitter:
     def __init__(self, respond: Callable[[RequestTensors], Awaitable[bytes]]) -> None:
         self.limits = LimitsConfig()
         self.tracer = None
+        self.uses_contexts = False
         self.calls = 0
         self.terms: list[Terms] = []
         self.callers: list[object] = []

@@ -1,0 +1,1 @@
+"""Gateway side of observation: sampling, held leases, and the observer process."""

@@ -1,0 +1,141 @@
+"""Pair of versions, served and candidate: state, selected requests, comparison of results.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import random
+from typing import Final
+
+from iskander.clock import NS_PER_S, now_ns
+from iskander.logs import models as log
+from iskander.measurement.counters import Counters
+from iskander.scheduling.lane import Lane
+from iskander.scheduling.request import Request
+from iskander.shadow.admission import Pauses
+from iskander.shadow.comparison import Body, Comparison, Tolerance
+from iskander.shadow.contract import match_outputs
+from iskander.shadow.copies import CopyPart, CopyQueue
+
+COMPARE_NS: Final = NS_PER_S // 10
+"""Age at which collected results are compared, even if they are few."""
+INTERNAL: Final = "internal error, see the log"
+
+
+class ShadowPair:
+    """Requests of the lane `served` also run on the lane `candidate`, a share of them.
+
+    `admit` keeps a selected request, or drops it.
+
+    Attributes:
+        copies: Selected requests that have to run.
+        comparison: None until both contracts are known, or if they cannot be compared.
+        problem: Why they cannot be compared; empty if they can.
+        dropped: Rows of selected requests that were not compared, by reason.
+        pauses: Pauses after failures.
+        batches: Batches sent to workers.
+    """
+
+    def __init__(
+        self,
+        served: Lane,
+        candidate: Lane,
+        copies: CopyQueue,
+        tolerance: Tolerance,
+        admit: Callable[[ShadowPair, Request, bytes | memoryview], None],
+    ) -> None:
+        self.served, self.candidate, self.copies = served, candidate, copies
+        self.share = 0.0
+        self.comparison: Comparison | None = None
+        self.problem = ""
+        self.dropped = Counters()
+        self.pauses = Pauses()
+        self.batches = 0
+        self._tolerance = tolerance
+        self._admit = admit
+        self._collected_ns = 0
+
+    def offer(self, request: Request, results: bytes | memoryview) -> None:
+        """Select a request or not; its results are complete, and its lease can be shared."""
+        if random() < self.share:
+            try:
+                self._admit(self, request, results)
+            except Exception as error:  # The request and those beside it still get their results.
+                self._on_error(error)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Name of the model, version that is served, and candidate."""
+        return self.served.model.name, self.served.model.version, self.candidate.model.version
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether a worker would run a batch of the candidate."""
+        lane = self.candidate
+        is_open = lane.contract is not None and lane.quarantine is None and not lane.outage
+        return is_open and bool(lane.workers)
+
+    def match(self) -> bool:
+        """Compare the contracts, once both are known; return whether results can be compared."""
+        served, candidate = self.served, self.candidate
+        if self.comparison is None and not self.problem and candidate.contract is not None:
+            assert served.contract is not None
+            matches = match_outputs(served.contract, candidate.contract)
+            if isinstance(matches, str):
+                self.problem = matches
+                log.shadow_not_comparable(
+                    model=candidate.title, served=served.title, reason=matches
+                )
+            else:
+                copiers = served.layouts.outputs, candidate.layouts.outputs
+                self.comparison = Comparison(matches, *copiers, self._tolerance)
+        return self.comparison is not None
+
+    def state(self, now: int) -> tuple[str, str]:
+        """Return the state, and its reason if it is not `comparing`."""
+        if self.problem:
+            return "not comparable", self.problem
+        if not self.share:
+            return "paused", "its share is 0"
+        if now < self.pauses.until_ns:
+            return "suspended", self.pauses.reason
+        if not self.is_runnable:
+            return "waiting", "no worker runs the candidate"
+        return "comparing", ""
+
+    def collect(self, part: CopyPart, body: bytes, now: int) -> None:
+        """Keep the candidate's results of some rows for their comparison."""
+        assert self.comparison is not None
+        if not self.comparison.has_collected:
+            self._collected_ns = now
+        served = Body(part.copy.results, part.copy.rows, part.first)
+        self.comparison.collect(part.rows, served, Body(body, part.rows, 0))
+
+    def compare(self, now: int) -> None:
+        """Compare the collected results, if they are enough or old."""
+        comparison = self.comparison
+        if comparison is None or not comparison.has_collected:
+            return
+        if comparison.is_due or now - self._collected_ns >= COMPARE_NS:
+            try:
+                comparison.compare()
+            except Exception as error:  # A worker wrote these results.
+                self._on_error(error)
+
+    @property
+    def compare_at_ns(self) -> int:
+        """Time of the next comparison; 0 without collected results."""
+        comparison = self.comparison
+        has_any = comparison is not None and comparison.has_collected
+        return self._collected_ns + COMPARE_NS if has_any else 0
+
+    def drop_all(self, reason: str) -> None:
+        """Drop all requests that wait."""
+        while len(self.copies):
+            self.dropped[reason] += self.copies.drop_first()
+
+    def _on_error(self, error: Exception) -> None:
+        log.shadow_comparison_failed(model=self.candidate.title, error=error)
+        self.pauses.on_failure(INTERNAL, now_ns())

@@ -1,0 +1,1 @@
+"""NVIDIA GPUs: inventory, memory budgets, and readings of NVML by another process."""

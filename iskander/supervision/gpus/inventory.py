@@ -1,0 +1,168 @@
+"""GPUs of the machine: addresses, NUMA nodes and near cpus from files, the rest from NVML.
+
+Without the files (a sandbox has no sysfs) NVML alone is used; without NVML, memory sizes and the
+UUIDs of slices are unknown, and slices have the names of older drivers.
+
+Source: Documentation/ABI/testing/sysfs-bus-pci of the Linux kernel; NVIDIA driver README, "The
+/proc/driver/nvidia interface"; NVIDIA Multi-Instance GPU User Guide, "Device Nodes and
+Capabilities".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from iskander.supervision.gpus.device import Gpu, pci_address
+from iskander.supervision.gpus.readings import NvmlCard
+from iskander.supervision.topology import parse_cpu_list
+
+NVIDIA = "0x10de"
+_CLASSES = ("0x0300", "0x0302")
+"""Display and 3D controllers; a card also has audio and USB functions."""
+
+
+class _Slice(NamedTuple):
+    """Numbers of the GPU instance and compute instance, and of the device nodes of both."""
+
+    instance: tuple[int, int]
+    caps: tuple[int, ...]
+
+
+def read_gpus(root: Path = Path("/"), cards: Sequence[NvmlCard] = ()) -> tuple[Gpu, ...]:
+    """Return the devices that CUDA can use, the slices of a card in place of the card.
+
+    Args:
+        root: Has `proc` and `sys`.
+        cards: The cards of NVML; empty without NVML.
+    """
+    by_address = {pci_address(card.pci): card for card in cards}
+    addresses = by_address or dict.fromkeys(_driven(root))
+    found: list[Gpu] = []
+    for index, address in enumerate(sorted(addresses)):
+        card = _card(root, index, address, by_address.get(address))
+        slices = list(_slices(root, card, by_address.get(address)))
+        nvml = by_address.get(address)
+        if slices or not (nvml is not None and nvml.is_mig):
+            found += slices or [card]
+    return tuple(found)
+
+
+def cards_without_driver(root: Path = Path("/")) -> list[str]:
+    """Return the addresses of NVIDIA cards that the driver does not serve."""
+    driven = set(_driven(root))
+    folders = sorted((root / "sys/bus/pci/devices").glob("*"))
+    return [
+        folder.name
+        for folder in folders
+        if folder.name not in driven
+        and _read(folder / "vendor") == NVIDIA
+        and _read(folder / "class").startswith(_CLASSES)
+    ]
+
+
+def _driven(root: Path) -> list[str]:
+    """Return the addresses of the driver's cards, without those that it excludes."""
+    folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
+    return [each.name for each in folders if _fields(each).get("GPU Excluded") != "Yes"]
+
+
+def _card(root: Path, index: int, address: str, nvml: NvmlCard | None) -> Gpu:
+    fields = _fields(root / "proc/driver/nvidia/gpus" / address)
+    folder = root / "sys/bus/pci/devices" / address
+    node = _number(_read(folder / "numa_node"))
+    minor = _number(fields.get("Device Minor", ""))
+    gpu = Gpu(
+        index=index,
+        uuid=fields.get("GPU UUID", ""),
+        pci=address,
+        # -1: the firmware assigns the card to no node.
+        node=node if node is not None and node >= 0 else None,
+        cpus=_cpus(folder),
+        name=fields.get("Model", ""),
+        minor=minor,
+    )
+    if nvml is None:
+        return gpu
+    return Gpu(
+        index=index,
+        uuid=nvml.uuid,
+        pci=address,
+        node=gpu.node,
+        cpus=gpu.cpus or nvml.cpus,
+        memory_bytes=nvml.memory_bytes,
+        name=nvml.name,
+        minor=minor if minor is not None else nvml.minor,
+    )
+
+
+def _slices(root: Path, card: Gpu, nvml: NvmlCard | None) -> Iterator[Gpu]:
+    """Yield the MIG slices of a card, in the order of their instances."""
+    files = {each.instance: each for each in _instances(root, card.minor)}
+    known = {each.instance: each for each in nvml.slices} if nvml is not None else {}
+    for position, instance in enumerate(sorted(known if nvml is not None else files)):
+        facts = known.get(instance)
+        # Drivers before 470 know slices by the numbers of their instances only.
+        older = f"MIG-{card.uuid}/{instance[0]}/{instance[1]}"
+        yield Gpu(
+            index=card.index,
+            uuid=facts.uuid if facts is not None else older,
+            pci=card.pci,
+            node=card.node,
+            cpus=card.cpus,
+            memory_bytes=facts.memory_bytes if facts is not None else 0,
+            name=card.name,
+            minor=card.minor,
+            parent=card.uuid,
+            position=position,
+            profile=facts.profile if facts is not None else "",
+            caps=files[instance].caps if instance in files else (),
+        )
+
+
+def _instances(root: Path, minor: int | None) -> Iterator[_Slice]:
+    folder = root / f"proc/driver/nvidia/capabilities/gpu{minor}/mig"
+    for path in folder.glob("gi*/ci*"):
+        match = re.fullmatch(r"gi(\d+)/ci(\d+)", f"{path.parent.name}/{path.name}")
+        if match:
+            nodes = (_capability(path.parent), _capability(path))
+            caps = tuple(each for each in nodes if each is not None)
+            yield _Slice((int(match[1]), int(match[2])), caps)
+
+
+def _capability(folder: Path) -> int | None:
+    """Return the number of the device node that grants access to an instance."""
+    return _number(_pairs(_read(folder / "access")).get("DeviceFileMinor", ""))
+
+
+def _cpus(folder: Path) -> tuple[int, ...]:
+    try:
+        return parse_cpu_list(_read(folder / "local_cpulist"))
+    except ValueError:
+        return ()
+
+
+def _fields(folder: Path) -> dict[str, str]:
+    return _pairs(_read(folder / "information"))
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """Parse lines of a name, a colon and a value."""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _number(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

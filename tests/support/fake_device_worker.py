@@ -1,0 +1,85 @@
+"""`iskander-worker` with the backend `fake`: `y = 3 * x + 1` on a fake device.
+
+A batch with the value `SLOW` takes long, and one with `FAULT` ends the device. The provider option
+`refused` names the mappings that cannot be page-locked; `build_s` is the time of a step of the
+load, which is reported after `REPORT_S`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from iskander.contract.graph import Graph, GraphTensor
+from iskander.control.messages import ModelSpec
+
+SLOW, FAULT = 777, 666
+SLOW_S = 0.6
+REPORT_S = 0.2
+
+
+def load(spec: ModelSpec, cores: int) -> Any:
+    """The backend."""
+    from iskander_worker.loading.progress import progress
+
+    with progress.step("building engines"):
+        time.sleep(float(spec.provider_options["cuda"].get("build_s", "0")))
+    return _Model(spec)
+
+
+class _Model:
+    graph = Graph(
+        (GraphTensor("x", "tensor(int64)", ("rows",)),),
+        (GraphTensor("y", "tensor(int64)", ("rows",)),),
+    )
+    providers = ("fake",)
+    threads = 1
+
+    def __init__(self, spec: ModelSpec) -> None:
+        from support.fake_device import FakeLauncher
+
+        options = spec.provider_options.get("cuda", {})
+        device = _device(options.get("refused", ""), int(options.get("device_id", "0")))
+        self.launcher = FakeLauncher(device, self._run)
+
+    def _run(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        from iskander_worker.devices.cuda import DriverError
+
+        x = inputs["x"]
+        if SLOW in x:
+            time.sleep(SLOW_S)
+        if FAULT in x:
+            text = "cuStreamQuery failed: illegal address (CUDA error 700)"
+            self.launcher.device.fault = DriverError(700, text)
+        return {"y": 3 * x + 1}
+
+    def compute(self, arrays: Any, outputs: Sequence[str], run: Any) -> Any:
+        raise AssertionError("only for models without a device")
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+_devices: dict[int, Any] = {}
+
+
+def _device(refused: str, number: int) -> Any:
+    from support.fake_device import FakeDevice
+
+    if number not in _devices:
+        _devices[number] = FakeDevice(refused=tuple(refused.split()), number=number)
+        _devices[number].start()
+    return _devices[number]
+
+
+if __name__ == "__main__":
+    from iskander_worker import backends
+    from iskander_worker.__main__ import main
+    from iskander_worker.loading import progress as progress_module
+
+    progress_module.FIRST_S = REPORT_S
+    backends.BUILT_IN["fake"] = "support.fake_device_worker"
+    main()

@@ -1,0 +1,92 @@
+"""TensorRT engines: what they depend on, their folder, and the batch sizes that they serve.
+
+An engine is built for one card, one version of the libraries and a range of batch sizes, in seconds
+to minutes. The sandboxed load builds it into a new entry of the weight cache; workers open the
+entry. A range from 1 row to the model's maximum leaves no reason to build during a batch.
+
+Pure but for `tensorrt_version`. Runs on: worker main, and the process of a sandboxed load. Source:
+ONNX Runtime 1.31, TensorRT execution provider: `trt_engine_cache_*`, `trt_timing_cache_*`,
+`trt_profile_*`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+
+from iskander.contract.graph import Graph
+from iskander.control.messages import ModelSpec
+
+PROVIDER = "tensorrt"
+LIBRARY = "libnvinfer.so.10"
+
+
+def has_own_cache(spec: ModelSpec) -> bool:
+    """Whether the configuration names a cache of engines of its own."""
+    return "trt_engine_cache_path" in spec.provider_options.get(PROVIDER, {})
+
+
+def needs_engines(spec: ModelSpec) -> bool:
+    """Whether a model's engines are built first, and cached."""
+    return spec.execution_providers[0] == PROVIDER and not has_own_cache(spec)
+
+
+def cache_options(folder: Path, *, is_building: bool) -> dict[str, str]:
+    """Options to read engines from a folder, and to write those that are missing.
+
+    Times of kernels are kept for a build only: the provider would rewrite their file in a worker.
+    """
+    options = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(folder)}
+    if is_building:
+        options |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": str(folder)}
+    return options
+
+
+def profile_options(spec: ModelSpec, graph: Graph) -> dict[str, str]:
+    """Options for engines of 1 to `rows_max` rows, best at the largest size that repeats.
+
+    Empty if no input has a variable number of rows, if another dimension is variable, or if the
+    configuration has a profile.
+    """
+    options = spec.provider_options.get(PROVIDER, {})
+    if any(name.startswith("trt_profile_") for name in options):
+        return {}
+    variable = [each for each in graph.inputs if not all(isinstance(n, int) for n in each.shape)]
+    inner = [size for each in variable for size in each.shape[1:]]
+    if not variable or not all(isinstance(size, int) for size in inner):
+        return {}
+    best = max(spec.pad_to, default=spec.rows_max)
+
+    def shapes(rows: int) -> str:
+        return ",".join(
+            f"{each.name}:{'x'.join(map(str, (rows, *each.shape[1:])))}" for each in variable
+        )
+
+    return {
+        "trt_profile_min_shapes": shapes(1),
+        "trt_profile_opt_shapes": shapes(best),
+        "trt_profile_max_shapes": shapes(spec.rows_max),
+    }
+
+
+def key_parts(spec: ModelSpec, device_name: str, tensorrt: str) -> list[object]:
+    """What an engine depends on, beside the model's files and ONNX Runtime's version."""
+    options: Mapping[str, Mapping[str, str]] = spec.provider_options
+    return [
+        device_name,
+        tensorrt,
+        spec.execution_providers,
+        sorted((name, sorted(values.items())) for name, values in options.items()),
+        spec.rows_max,
+        spec.pad_to,
+    ]
+
+
+def tensorrt_version() -> str:
+    """Version of the library that the provider loads; empty if there is none."""
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError:
+        return ""
+    return str(library.getInferLibVersion())
