@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
+import logging
 import os
 import re
 import signal
@@ -100,6 +101,18 @@ def load(name: str) -> Target:
     gc.collect()
     gc.freeze()
     return Target(name, module.run, module.mutate, inputs, module.ITERATIONS)
+
+
+@contextmanager
+def without_logs() -> Iterator[None]:
+    """Inputs that are rejected with a log line cost no formatting of it."""
+    loggers = [logging.getLogger(name) for name in ("iskander", "opentelemetry")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.CRITICAL + 1)
+    yield
+    for each, level in zip(loggers, levels, strict=True):
+        each.setLevel(level)
 
 
 def corpus_of(name: str) -> list[bytes]:

@@ -57,4 +57,5 @@ def main(name: str, seconds: str, seed: str, corpus: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with engine.without_logs():
+        main(*sys.argv[1:])

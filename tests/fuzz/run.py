@@ -58,7 +58,8 @@ def main() -> int:
     if unknown:
         parser.error(f"no such target: {', '.join(sorted(unknown))}")
     if arguments.child:
-        return blind_child(targets[0], arguments.seconds, arguments.seed)
+        with engine.without_logs():
+            return blind_child(targets[0], arguments.seconds, arguments.seed)
     if arguments.record:
         print(record.add(arguments.record))
         return 0

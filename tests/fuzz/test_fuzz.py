@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
@@ -18,6 +18,12 @@ from fuzz import engine, record
 
 SECONDS = 60
 SEED = 1
+
+
+@pytest.fixture(autouse=True)
+def no_logs() -> Iterator[None]:
+    with engine.without_logs():
+        yield
 
 
 @pytest.mark.parametrize("name", engine.names())

@@ -8,7 +8,6 @@ request has exactly one result or error, and another worker serves the model as 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator
 from random import Random
 from types import SimpleNamespace
@@ -33,7 +32,6 @@ from iskander.supervision.supervisor import Supervisor
 from iskander.supervision.worker_messages import WorkerMessageReader
 
 ITERATIONS = 300
-logging.getLogger("iskander").setLevel(logging.CRITICAL)
 MS = 1_000_000
 ARENA_BYTES = 1 << 16
 NEW_MODEL = 1

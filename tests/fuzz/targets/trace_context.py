@@ -7,7 +7,6 @@ list is dropped.
 
 from __future__ import annotations
 
-import logging
 from random import Random
 
 from opentelemetry.trace import SpanContext, get_current_span
@@ -19,7 +18,6 @@ from iskander.protocols.trace_context import PARENT, STATE, context_of_headers
 ITERATIONS = 2000
 CHARACTERS_MAX = 512
 """Of a `traceparent` in the reference."""
-logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 PROPAGATOR = TraceContextTextMapPropagator()
 VALID = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 WORDS = [
