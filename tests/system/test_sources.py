@@ -488,6 +488,13 @@ def test_replaced_process_completes_open_and_waiting_reads(place: Path, tmp_path
         ticket = client.get_flight_info(descriptor("one"), options()).endpoints[0].ticket
         stream = blocked_read(client)
         waiting = thread.submit(get, client, ticket)
+
+        def has_waiting_read() -> bool:
+            # The statistics of the process that this connection belongs to.
+            (stats,) = client.do_action("stats", options())
+            return bool(json.loads(stats.body.to_pybytes())["sources"]["waiting"] == 1)
+
+        eventually(has_waiting_read, what="a read that waits")
         gateway.signal(signal.SIGHUP)
         eventually(lambda: "draining 1 streams" in gateway.text(), what="the drain")
         stream.cancel()
