@@ -78,6 +78,8 @@ class _Buffer(ReceiveBuffer):
     """Unparsed input with limits on heads; h11 itself limits incomplete heads only."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
+        if self._data.startswith((b"\r\n", b"\n")):
+            return super().maybe_extract_lines()  # No fields, such as after the last chunk.
         ends = [self._data.find(end, 0, HEAD_BYTES_MAX) for end in (b"\n\r\n", b"\n\n")]
         end = min((at for at in ends if at >= 0), default=-1)
         if end < 0 and len(self._data) > HEAD_BYTES_MAX:

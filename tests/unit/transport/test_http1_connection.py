@@ -403,6 +403,17 @@ def test_number_of_header_fields_is_limited(count: int, where: str) -> None:
     run_scenario(scenario)
 
 
+def test_lines_after_a_body_do_not_count_as_its_trailers() -> None:
+    """Regression test: they rejected the request, whose own trailers are empty."""
+
+    async def scenario(server: Server) -> None:
+        async with server.connected() as (reader, writer):
+            writer.write(chunked(b"a", 1) + b"x\r\n" * 200 + b"\r\n")
+            assert b" 200 " in await reader.readuntil(b"\r\n")
+
+    run_scenario(scenario)
+
+
 def test_length_of_a_chunk_line_is_limited() -> None:
     async def scenario(server: Server) -> None:
         async with server.connected() as (reader, writer):
