@@ -19,6 +19,8 @@ FORWARDER_SOCKET = "events.sock"
 """Socket of the forwarder in the parent's runtime directory."""
 LINGER_MS = 500
 """Longest wait at the end until subscribers have the last events."""
+SUBSCRIPTION_BYTES_MAX = 1024
+"""Subscribers send nothing else; a longer message ends their connection."""
 
 
 class Endpoint:
@@ -44,6 +46,7 @@ class Endpoint:
             self._path.socket.listen()
             zmq_socket.setsockopt(zmq.USE_FD, self._path.socket.detach())
         zmq_socket.ipv6 = "[" in address
+        zmq_socket.maxmsgsize = SUBSCRIPTION_BYTES_MAX
         try:
             zmq_socket.bind(address)
         except zmq.ZMQError as error:

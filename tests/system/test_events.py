@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -119,6 +120,21 @@ def test_requests_are_published(gateway: Gateway) -> None:
     (refused,) = [event for topic, event in found if topic == "completion//"]
     assert (refused["outcome"], refused["rows"]) == ("model_not_found", 0)
     assert stats["address"] == address_of(gateway) and stats["dropped"] == 0
+
+
+def test_long_subscription_ends_only_its_connection(gateway: Gateway) -> None:
+    """The limit is that of ZMTP frames, which the gateway would buffer."""
+    address = address_of(gateway)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0")
+    ready = b"\x05READY\x0bSocket-Type" + (3).to_bytes(4, "big") + b"SUB"
+    with subscribed(address) as other, socket.socket(socket.AF_UNIX) as hostile:
+        hostile.settimeout(WITHIN_S)
+        hostile.connect(address.removeprefix("ipc://"))
+        hostile.sendall(greeting + bytes((4, len(ready))) + ready)
+        hostile.sendall(b"\x02" + (1 << 24).to_bytes(8, "big") + b"\x01topic")
+        while hostile.recv(1024):
+            pass
+        wait_for_subscription(other)
 
 
 @pytest.mark.slow
