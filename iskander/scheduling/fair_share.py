@@ -29,6 +29,8 @@ QUANTUM_ROWS: Final = 1024
 """Rows of a source in a round until the cost of rows is learned; then, the rows of a slice."""
 SOURCES_MAX: Final = 4096
 """Sources without queued requests whose state is kept."""
+SOURCES_UNCHECKED: Final = 64
+"""Sources without queued requests that are kept without a check for outdated ones."""
 
 
 class Flow:
@@ -63,6 +65,7 @@ class FairShare:
         # Rows that sources in earlier rounds used since `round` last advanced.
         self._rows_behind = 0
         self._away: dict[Source, Flow] = {}
+        self._check_at = SOURCES_UNCHECKED
         self._connections: dict[str, int] = {}
         self._shares = 0
 
@@ -95,11 +98,8 @@ class FairShare:
             if tenant:
                 del self._connections[tenant]
             self._shares -= 1
-        if len(self._away) >= SOURCES_MAX:
-            away = self._away.items()
-            self._away = {source: each for source, each in away if each.round >= self.round - 1}
-            if len(self._away) >= SOURCES_MAX:
-                self._away.clear()  # All of them enter as new sources.
+        if len(self._away) >= self._check_at:
+            self._drop_outdated()
         self._away[flow.source] = flow
 
     def serve(self, flow: Flow, rows: int) -> None:
@@ -127,6 +127,17 @@ class FairShare:
             round_number += rounds
             credit += rounds * self.quantum_rows
         return round_number, credit
+
+    def _drop_outdated(self) -> None:
+        """Drop the sources that would enter as new ones, such as those of closed connections.
+
+        The next check is after as many sources again as are left, so that one costs constant time.
+        """
+        away = self._away.items()
+        self._away = {source: each for source, each in away if each.round >= self.round - 1}
+        if len(self._away) >= SOURCES_MAX:
+            self._away.clear()  # All of them enter as new sources.
+        self._check_at = min(max(2 * len(self._away), SOURCES_UNCHECKED), SOURCES_MAX)
 
     def cost(self, flow: Flow) -> int:
         """Credit that one row of a source costs."""

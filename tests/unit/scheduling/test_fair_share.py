@@ -12,9 +12,11 @@ from iskander.errors import QueueFull
 from iskander.scheduling.batcher import Reason
 from iskander.scheduling.cost import CostModel
 from iskander.scheduling.fair_share import (
+    QUANTUM_ROWS,
     RECENT_NS,
     SLICE_NS,
     SOURCES_MAX,
+    SOURCES_UNCHECKED,
     BriefRequests,
     FairShare,
     is_brief,
@@ -193,6 +195,28 @@ def test_number_of_remembered_idle_sources_is_bounded() -> None:
         assert len(shares._away) <= SOURCES_MAX
     shares.leave(busy)
     assert shares._shares == 0
+
+
+def test_outdated_state_of_closed_connections_is_dropped() -> None:
+    shares, quantum = FairShare(), QUANTUM_ROWS
+    for number in range(20 * SOURCES_UNCHECKED):
+        flow = shares.enter(Source(connection=number))
+        shares.serve(flow, quantum // 10)  # The state of about ten sources matters.
+        shares.leave(flow)
+        assert len(shares._away) <= SOURCES_UNCHECKED
+
+
+def test_state_that_matters_is_kept() -> None:
+    shares = FairShare()
+    served = []
+    for number in range(4 * SOURCES_UNCHECKED):
+        flow = shares.enter(Source(connection=number))
+        shares.serve(flow, 1)  # All together less than a quantum: the round stays.
+        shares.leave(flow)
+        served.append((flow.source, flow.round, flow.credit))
+
+    for source, round_number, credit in served:
+        assert shares.entry_of(source) == (round_number, credit)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=40), st.integers(0, 4))
