@@ -179,6 +179,7 @@ class Connection(H11Protocol):
         self._host.forget(self)
         super().connection_lost(exc)
         self._charge(0)
+        self.app = self._app  # Without the cycle through `_serve`, the connection is freed now.
 
     def data_received(self, data: bytes) -> None:
         """Parse the data for at most a quantum of time."""

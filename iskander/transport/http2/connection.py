@@ -88,7 +88,8 @@ class Connection(asyncio.BufferedProtocol):
         self.host.forget(self)
         self.host.budget.holders.discard(self.streams)
         self._rest = memoryview(b"")
-        self._end_calls()
+        self.output.close()
+        self.streams.detach()
 
     def pause_writing(self) -> None:
         """Stop sending: the socket is full."""
@@ -409,9 +410,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def _close(self) -> None:
         self._transport.close()
-        self._end_calls()
-
-    def _end_calls(self) -> None:
         self.output.close()
         self.streams.close()
 

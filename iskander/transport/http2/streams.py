@@ -305,13 +305,22 @@ class Streams:
         for call in list(self.calls.values()):
             call.evict_stalled(now_ns, stall_ns)
 
+    def detach(self) -> None:
+        """Close all calls of a lost connection, and release it: without a cycle it is freed now."""
+        self._on_idle = _ignore
+        self.close()
+
     def close(self) -> None:
-        """Close all calls, a few in each event loop iteration: the connection is lost."""
+        """Close all calls, a few in each event loop iteration."""
         self.opened.clear()
         for call in list(itertools.islice(self.calls.values(), CLOSED_PER_ITERATION)):
             call.close()
         if self.calls:
             self.host.loop.call_soon(self.close)
+
+
+def _ignore() -> None:
+    """Do nothing when the last call of a lost connection has closed."""
 
 
 async def _serve(host: Listener, call: Call) -> None:

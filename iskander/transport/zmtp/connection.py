@@ -105,14 +105,16 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.write(frames.GREETING)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Free the input and end the session."""
+        """Free the input and end the session; without a reference cycle, both are freed at once."""
         del error
         self._is_closed = True
         self._host.forget(self)
         self._host.budget.holders.discard(self)
         self._drop_input()
+        self._partial.detach()
         if self._session is not None:
             self._session.on_lost()
+            self._session = None
 
     def pause_writing(self) -> None:
         """Start the response timeout: the write buffer is full."""

@@ -28,7 +28,7 @@ class PartialFrame:
     def __init__(
         self, holder: object, budget: ReceiveBudget, on_reserved: Callable[[], None]
     ) -> None:
-        self._holder = holder
+        self._holder: object = holder
         self._budget = budget
         self._on_reserved = on_reserved
         self._array: TrackedArray | None = None
@@ -73,6 +73,15 @@ class PartialFrame:
             self._budget.end_reservation(self._holder, self, reserved)
         self._array = self.body = None
         self.filled = 0
+
+    def detach(self) -> None:
+        """Release the lost connection."""
+        self._holder = None
+        self._on_reserved = _ignore
+
+
+def _ignore() -> None:
+    """Do nothing when the memory for a frame of a lost connection is reserved."""
 
 
 class Backlog:
