@@ -53,9 +53,10 @@ test-kserve: .venv/.installed-tests
 	KSERVE_PYTHON=$(CURDIR)/build/kserve/bin/python \
 	    $(BIN)/pytest tests/system/test_oip_kserve.py tests/system/test_protocols_page.py
 
-# On a machine with an NVIDIA GPU and `iskander[gpu]`; without a card each test is skipped by name.
+# On a machine with an NVIDIA GPU; without a card each test is skipped by name, and those of TensorRT also
+# without its libraries (`pip install 'tensorrt-cu13-libs>=10,<11'`).
 test-gpu: .venv/.installed-tests
-	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,gpu]'
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,gpu,torch]'
 	$(BIN)/pytest tests/gpu
 
 # The Debian package on a small machine with systemd. It needs root and Debian's tools: systemd-container,
@@ -87,10 +88,13 @@ bench: setup
 	$(BIN)/python -m benchmarks.batch_throughput --out build/large.jsonl
 	$(BIN)/python -m benchmarks probe --out build/probe.jsonl
 
-# ONNX Runtime by itself, and a server with four clients, on a GPU.
+# ONNX Runtime by itself, a server with four clients, and Triton, on a GPU; then a trace of the copies.
+# Without Triton's wheel for this Python its rows are missing.
 bench-gpu: setup
-	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,bench,gpu]'
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,bench,gpu,torch]'
+	-$(BIN)/python -m benchmarks install triton-gpu
 	$(BIN)/python -m benchmarks.gpu --out build/gpu.jsonl
+	$(BIN)/python -m benchmarks.gpu.trace
 
 bench-peers: setup
 	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,bench]'

@@ -14,12 +14,14 @@ from typing import Any
 from benchmarks import compare, page, probes, ramp, reload, results
 from benchmarks.cases import GOALS, SUITES, Case, with_processes
 from benchmarks.machine import describe_machine, describe_versions
-from benchmarks.peers import install
+from benchmarks.peers import GPU_REQUIREMENTS, install
 from benchmarks.runner import Effort, log_progress, run
 from benchmarks.systems import REQUIREMENTS, SYSTEMS
 from benchmarks.tables import render_case, render_verdicts
 
 OPEN_PROCESSES = 4
+INSTALLABLE = (*REQUIREMENTS, *GPU_REQUIREMENTS)
+"""Without names, the first ones only: the others need a GPU."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,8 +105,8 @@ def _effort(options: argparse.Namespace) -> Effort:
 
 
 def _peer(name: str) -> str:
-    if name not in REQUIREMENTS:
-        raise argparse.ArgumentTypeError(f"unknown peer; choose from {', '.join(REQUIREMENTS)}")
+    if name not in INSTALLABLE:
+        raise argparse.ArgumentTypeError(f"unknown peer; choose from {', '.join(INSTALLABLE)}")
     return name
 
 
@@ -114,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add = commands.add_parser("install", help="create environments for the other servers")
     # argparse checks an empty list against `choices` too.
-    add.add_argument("peers", nargs="*", type=_peer, metavar="PEER", help=", ".join(REQUIREMENTS))
+    add.add_argument("peers", nargs="*", type=_peer, metavar="PEER", help=", ".join(INSTALLABLE))
 
     for name, help_text in (
         ("run", "measure the cases of a suite"),

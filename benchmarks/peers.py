@@ -13,6 +13,9 @@ import sys
 from benchmarks.machine import COMMIT_FILE, PEERS, ROOT, describe_commit, installed_version
 from benchmarks.systems import REQUIREMENTS
 
+GPU_REQUIREMENTS = {"triton-gpu": REQUIREMENTS["triton"]}
+"""Packages of each environment with CUDA, in addition to ONNX Runtime; see `benchmarks.gpu`."""
+
 
 def install(names: tuple[str, ...]) -> list[str]:
     """Create the named environments, with the ONNX Runtime version of Iskander.
@@ -20,13 +23,18 @@ def install(names: tuple[str, ...]) -> list[str]:
     Returns:
         A line for each failed installation.
     """
-    runtime = f"onnxruntime=={installed_version('onnxruntime-gpu')}"
+    version = installed_version("onnxruntime-gpu")
     failures = []
     for name in names:
         folder = PEERS / name
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         command = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
-        packages = [f"{_wheel()}[http]"] if name == "iskander" else [runtime, *REQUIREMENTS[name]]
+        if name == "iskander":
+            packages = [f"{_wheel()}[http]"]
+        elif name in GPU_REQUIREMENTS:
+            packages = [f"onnxruntime-gpu[cuda,cudnn]=={version}", *GPU_REQUIREMENTS[name]]
+        else:
+            packages = [f"onnxruntime=={version}", *REQUIREMENTS[name]]
         done = subprocess.run([*command, *packages], capture_output=True, text=True, check=False)
         if done.returncode:
             shutil.rmtree(folder)

@@ -14,7 +14,12 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 import numpy as np
 import onnxruntime as ort
 
-DTYPES = {"tensor(int64)": np.dtype(np.int64), "tensor(float)": np.dtype(np.float32)}
+DTYPES = {
+    "tensor(int64)": np.dtype(np.int64),
+    "tensor(float)": np.dtype(np.float32),
+    "tensor(float16)": np.dtype(np.float16),
+}
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 class OnnxModel:
@@ -23,21 +28,27 @@ class OnnxModel:
     Attributes:
         inputs: Name, dtype and row shape of each input, in order.
         output: The output's name.
+        output_dtype: Its dtype.
         output_shape: Of a row.
     """
 
-    def __init__(self, file: str | Path) -> None:
+    def __init__(self, file: str | Path, provider: str = "cpu") -> None:
+        if provider == "cuda":
+            ort.preload_dlls(directory="")
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         options.inter_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        names = [PROVIDERS[provider]]
+        self._session = ort.InferenceSession(str(file), options, providers=names)
+        # The runtime falls back to the CPU with only a log line.
+        assert self._session.get_providers()[0] == names[0], f"{provider} does not start"
         self.inputs = [
             (each.name, DTYPES[each.type], tuple(each.shape[1:]))
             for each in self._session.get_inputs()
         ]
         first = self._session.get_outputs()[0]
-        self.output = first.name
+        self.output, self.output_dtype = first.name, DTYPES[first.type]
         self.output_shape = tuple(first.shape[1:])
         self._row_bytes = sum(
             dtype.itemsize * int(np.prod(shape)) for _, dtype, shape in self.inputs

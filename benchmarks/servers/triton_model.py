@@ -18,7 +18,8 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model file of the configuration."""
         parameters = json.loads(args["model_config"])["parameters"]
-        self._model = OnnxModel(parameters["file"]["string_value"])
+        values = (parameters[name]["string_value"] for name in ("file", "provider"))
+        self._model = OnnxModel(*values)
 
     def execute(self, requests: list[object]) -> list[object]:
         """Run the requests one by one."""

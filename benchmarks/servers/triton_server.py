@@ -4,7 +4,10 @@ The wheel contains the server, its Python backend, and a stub for each Python ve
 needs the stub of the running version in its folder, and the wheel's and Python's libraries in the
 library path.
 
-    python triton_server.py PORT MODEL_FILE NAME FOLDER
+    python triton_server.py PORT MODEL_FILE NAME FOLDER [cpu|cuda INSTANCES]
+
+The backend's processes open the model on the GPU themselves, so Triton's own kind of instance is
+that of the CPU.
 """
 
 from __future__ import annotations
@@ -18,21 +21,23 @@ from pathlib import Path
 from onnx_model import OnnxModel
 
 HERE = Path(__file__).parent
-TYPES = {"int64": "TYPE_INT64", "float32": "TYPE_FP32"}
+TYPES = {"int64": "TYPE_INT64", "float32": "TYPE_FP32", "float16": "TYPE_FP16"}
 CONFIG = """name: "{name}"
 backend: "python"
 max_batch_size: {rows_max}
 input [{inputs}]
 output [{output}]
-instance_group [{{ kind: KIND_CPU count: 1 }}]
+instance_group [{{ kind: KIND_CPU count: {instances} }}]
 parameters {{ key: "file" value: {{ string_value: "{file}" }} }}
+parameters {{ key: "provider" value: {{ string_value: "{provider}" }} }}
 """
 ROWS_MAX = 1 << 20
 
 
 def main() -> None:
     """Write the repository and execute the server."""
-    port, file, name, folder = sys.argv[1:]
+    port, file, name, folder = sys.argv[1:5]
+    provider, instances = sys.argv[5:] or ("cpu", "1")
     site = Path(sysconfig.get_paths()["purelib"])
     server = site / "pytriton" / "tritonserver"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -42,7 +47,8 @@ def main() -> None:
         shutil.copy(stub, backend)
     repository = Path(folder) / "repository"
     (repository / name / "1").mkdir(parents=True)
-    (repository / name / "config.pbtxt").write_text(_config(name, file), "utf-8")
+    config = _config(name, file, provider, instances)
+    (repository / name / "config.pbtxt").write_text(config, "utf-8")
     shutil.copy(HERE / "triton_model.py", repository / name / "1" / "model.py")
     shutil.copy(HERE / "onnx_model.py", repository / name / "1")
     environment = {
@@ -62,12 +68,18 @@ def main() -> None:
     os.execve(command[0], command, environment)
 
 
-def _config(name: str, file: str) -> str:
+def _config(name: str, file: str, provider: str, instances: str) -> str:
     model = OnnxModel(file)
     inputs = [_tensor(each, str(dtype), shape) for each, dtype, shape in model.inputs]
-    output = _tensor(model.output, "float32", model.output_shape)
+    output = _tensor(model.output, str(model.output_dtype), model.output_shape)
     return CONFIG.format(
-        name=name, rows_max=ROWS_MAX, inputs=", ".join(inputs), output=output, file=file
+        name=name,
+        rows_max=ROWS_MAX,
+        inputs=", ".join(inputs),
+        output=output,
+        file=file,
+        provider=provider,
+        instances=instances,
     )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from iskander.config.models import GPU_PROVIDERS, REMOTE, ModelConfig
 from iskander.config.section import require
 
+MEMORY_LIMITS = {"cuda": "gpu_mem_limit", "tensorrt": "trt_max_workspace_size"}
+"""Options of the providers: bytes of the arena of CUDA, and of the workspace of an engine."""
+
 
 def require_placement(model: ModelConfig, where: str) -> None:
     """Check the settings of a model that concern GPUs against one another.
@@ -28,16 +31,13 @@ def require_placement(model: ModelConfig, where: str) -> None:
     has_effect = "gpu" in model.devices or not model.gpu_memory_bytes
     require(has_effect, f"{where}.gpu_memory_bytes has no effect: no GPU loads the model")
     for provider, options in model.provider_options.items():
-        _require_options(model, f"{where}.provider_options.{provider}", where, options)
-
-
-def _require_options(
-    model: ModelConfig, key: str, where: str, options: dict[str, str | int | float | bool]
-) -> None:
-    device, limit = (str(options.get(name, 0)) for name in ("device_id", "gpu_mem_limit"))
-    text = "a worker of a GPU sees it alone, as device 0: choose GPUs in workers.groups"
-    require(device == "0", f"{key}.device_id = {device}: {text}")
-    require(limit.isdecimal(), f"{key}.gpu_mem_limit = {limit}: expected a number of bytes")
-    budget = model.gpu_memory_bytes
-    text = f"is more than {where}.gpu_memory_bytes = {budget}"
-    require(not budget or int(limit) <= budget, f"{key}.gpu_mem_limit = {limit} {text}")
+        key = f"{where}.provider_options.{provider}"
+        device = str(options.get("device_id", 0))
+        text = "a worker of a GPU sees it alone, as device 0: choose GPUs in workers.groups"
+        require(device == "0", f"{key}.device_id = {device}: {text}")
+        limit = str(options.get(MEMORY_LIMITS[provider], 0))
+        key = f"{key}.{MEMORY_LIMITS[provider]} = {limit}"
+        require(limit.isdecimal(), f"{key}: expected a number of bytes")
+        budget = model.gpu_memory_bytes
+        text = f"is more than {where}.gpu_memory_bytes = {budget}"
+        require(not budget or int(limit) <= budget, f"{key} {text}")

@@ -27,7 +27,7 @@ from iskander.clock import NS_PER_S
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 RUN_NS_MAX = 86_400 * NS_PER_S
 """Of a batch; a faulty clock must not decide which lane is next."""
 
@@ -294,6 +294,14 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
     """The worker received a stop signal and accepts nothing but `Drain`."""
 
 
+class LoadStep(msgspec.Struct, frozen=True, array_like=True, tag="load_step"):
+    """A long step of a load is still running, such as a build of TensorRT engines."""
+
+    model: int
+    step: str
+    seconds: float
+
+
 class Notice(msgspec.Struct, frozen=True, array_like=True, tag="notice"):
     """The system denied part of the worker's placement; the worker serves, but slower."""
 
@@ -304,7 +312,17 @@ ToGatewayHandshake = Hello
 ToWorkerHandshake = Welcome | Refused
 ToWorker = Execute | Load | Unload | Probe | Drain
 ToGateway = (
-    Done | Failed | Stepped | Copied | Probed | Loaded | LoadFailed | Unloaded | Leaving | Notice
+    Done
+    | Failed
+    | Stepped
+    | Copied
+    | Probed
+    | LoadStep
+    | Loaded
+    | LoadFailed
+    | Unloaded
+    | Leaving
+    | Notice
 )
 
 encode = msgspec.msgpack.Encoder().encode

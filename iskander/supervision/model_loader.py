@@ -15,7 +15,7 @@ from functools import partial
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.contract.tensors import require_output_space
-from iskander.control.messages import Load, Loaded, LoadFailed, Unload, Unloaded, encode
+from iskander.control.messages import Load, Loaded, LoadFailed, LoadStep, Unload, Unloaded, encode
 from iskander.errors import IskanderError, ManifestError
 from iskander.logs import workers as log
 from iskander.scheduling.lane import Lane
@@ -63,7 +63,8 @@ class ModelLoader:
         """Start the first load that is due, or report LOADED if none is."""
         if worker.loading_key is not None:
             return
-        for key, lane in self.lanes.items():
+        # A build of engines takes minutes, and a worker loads one model at a time.
+        for key, lane in sorted(self.lanes.items(), key=_may_build_engines):
             if self._is_due(worker, key, lane):
                 if why := self._lack_of_gpu_memory(worker, lane):
                     if self._reject(worker, lane, ManifestError(why)):
@@ -84,7 +85,7 @@ class ModelLoader:
             return
         lane = self.lanes.get(answer.model)
         is_current_load = worker.loading_key == answer.model
-        worker.loading_key, worker.loading_title = None, ""
+        worker.loading_key, worker.loading_title, worker.load_step = None, "", ""
         if lane is None or lane.is_retired:
             if isinstance(answer, Loaded):
                 self._unload(worker, answer.model)
@@ -105,9 +106,15 @@ class ModelLoader:
                 self._accept(worker, lane, answer)
         self._start_next_loads(worker)
 
+    def on_step(self, worker: Worker, message: LoadStep) -> None:
+        """Report the progress of a worker's load."""
+        if message.model == worker.loading_key:
+            worker.load_step = f"{worker.loading_title}: {message.step}, {message.seconds:.0f} s"
+            log.worker_load_step(worker=worker.index, step=worker.load_step)
+
     def on_leaving(self, worker: Worker, *, is_stopping: bool) -> None:
         """Clear the load of a draining worker; others load the model, unless all are stopping."""
-        worker.loading_key, worker.loading_title = None, ""
+        worker.loading_key, worker.loading_title, worker.load_step = None, "", ""
         if not is_stopping:
             self.load_missing()
 
@@ -278,3 +285,8 @@ class ModelLoader:
         elif lane.contract != answer.contract:
             lane.is_stale = True
             raise ManifestError(CHANGED)
+
+
+def _may_build_engines(item: tuple[int, Lane]) -> bool:
+    """Return whether the load of a lane's model may build TensorRT engines."""
+    return item[1].model.execution_providers[0] == "tensorrt"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,27 @@ def test_check_loads_a_model_on_the_card(tmp_path: Path, gpu: Gpu) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert gpu.uuid in done.stdout and "CUDAExecutionProvider" in done.stdout
+
+
+def test_each_device_has_a_worker_that_sees_it_alone(tmp_path: Path, gpu: Gpu) -> None:
+    """Cards, and the slices of divided ones."""
+    gpus = read_devices().gpus
+    if len(gpus) < 2:
+        pytest.skip("one device: this test needs several cards or MIG slices")
+    entries = [served(tmp_path, "card", gpu_memory_bytes=GIB, **CUDA)]
+    with running(tmp_path, entries, workers={"groups": ["gpu:auto"]}) as gateway:
+        workers = gateway.stats()["workers"]
+        assert [worker["gpu"] for worker in workers] == [each.number for each in gpus]
+        seen = [environment_of(worker["pid"])["CUDA_VISIBLE_DEVICES"] for worker in workers]
+        assert seen == [each.uuid for each in gpus]
+
+        def have_all_computed() -> bool:
+            with gateway.client() as client, ThreadPoolExecutor(4 * len(gpus)) as threads:
+                calls = [threads.submit(client.score, "card", BATCH) for _ in range(256)]
+                assert all(call.result()["y"].to_pylist() == [4, 7, 10] for call in calls)
+            return all(worker["batches"] for worker in gateway.stats()["workers"])
+
+        eventually(have_all_computed, what="a batch of each device")
 
 
 def test_worker_of_a_python_model_has_its_own_process_on_the_card(tmp_path: Path, gpu: Gpu) -> None:

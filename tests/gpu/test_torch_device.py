@@ -15,7 +15,16 @@ from support.processes import WorkerProcess
 from support.scripted import ScriptedGateway, model_spec
 
 from iskander.contract.tensors import body_layout
-from iskander.control.messages import Copied, Done, Execute, Failed, Load, Loaded, Slice
+from iskander.control.messages import (
+    Copied,
+    Done,
+    Execute,
+    Failed,
+    Load,
+    Loaded,
+    LoadFailed,
+    Slice,
+)
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
 
@@ -70,7 +79,7 @@ def receive(gateway: ScriptedGateway, within_s: float = 20.0) -> Any:
     return message
 
 
-def load(gateway: ScriptedGateway, kind: str) -> Loaded:
+def answer_of_load(gateway: ScriptedGateway, kind: str, **changes: Any) -> Any:
     folder = gateway.folder / "m"
     folder.mkdir()
     script = folder / "make.py"
@@ -78,9 +87,14 @@ def load(gateway: ScriptedGateway, kind: str) -> Loaded:
     subprocess.run([sys.executable, str(script), str(folder / "model.pt2"), kind], check=True)
     script.unlink()
     (folder / "manifest.toml").write_text(MANIFEST.format(kind=kind))
-    spec = model_spec(folder, backend="torch", execution_providers=("cuda",), pool="m/1")
+    values = {"backend": "torch", "execution_providers": ("cuda",), "pool": "m/1"} | changes
+    spec = model_spec(folder, **values)
     gateway.send(Load(msgspec.structs.replace(spec, path=str(folder / "manifest.toml"))))
-    answer = receive(gateway, 180)
+    return receive(gateway, 180)
+
+
+def load(gateway: ScriptedGateway, kind: str) -> Loaded:
+    answer = answer_of_load(gateway, kind)
     assert isinstance(answer, Loaded), answer
     return answer
 
@@ -140,6 +154,18 @@ def test_program_computes_from_and_to_the_arenas(
         y, table, _ = read(gateway, loaded, number * 8192, 2, dtype)
         np.testing.assert_array_equal(y, sent[number][0][1:3] * dtype(2))
         np.testing.assert_array_equal(table, sent[number][1][1:3].astype(dtype))
+
+
+def test_program_that_exceeds_its_memory_fails(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    """The budget is less than a segment of PyTorch's allocator."""
+    answer = answer_of_load(gateway, "float32", gpu_memory_bytes=1 << 20)
+    if isinstance(answer, Loaded):
+        place(gateway, answer, 0, *inputs(4, np.float32, 1))
+        gateway.send(Execute(1, 0, 4, (Slice(0, 4, 0, 4, 0),)))
+        answer = receive(gateway, 60)
+    assert isinstance(answer, Failed | LoadFailed) and "out of memory" in answer.message
 
 
 def test_fault_of_a_kernel_ends_the_worker(gateway: ScriptedGateway, worker: WorkerProcess) -> None:

@@ -48,6 +48,17 @@ def timers() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == "isk-sandbox-end"]
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
+def test_build_of_engines_runs_in_the_sandbox_and_does_not_fall_back(tmp_path: Path) -> None:
+    folder = tmp_path / "engines"
+    folder.mkdir()
+    spec = model_spec(models.row_ids(tmp_path / "m"), execution_providers=("tensorrt", "cuda"))
+    verdict = load_in_sandbox(spec, 1, (), seconds=60.0, folder=folder)
+    assert "TensorrtExecutionProvider cannot start on this machine" in verdict.error
+    assert "the CPU is not used instead" in verdict.error
+    assert servers() and not list(folder.iterdir())
+
+
 def test_sandboxed_loads_use_forks_of_one_server(tmp_path: Path, hostile: Path) -> None:
     """A load that hangs or crashes does not affect the next ones."""
     good = model_spec(models.row_ids(tmp_path / "m"))

@@ -27,6 +27,7 @@ from iskander.control.messages import (
     Load,
     Loaded,
     LoadFailed,
+    LoadStep,
     Notice,
     Slice,
     Unload,
@@ -236,8 +237,9 @@ def test_build_is_reported_and_holds_up_no_batch(
         if any(isinstance(each, Loaded) for each in answers):
             break
     assert batch_id > 2, "no batch was answered during the build"
-    reports = [each.text for each in answers if isinstance(each, Notice)]
-    assert reports and all(text.startswith("m1/1: building engines, ") for text in reports)
+    reports = [each for each in answers if isinstance(each, LoadStep)]
+    assert {(each.model, each.step) for each in reports} == {(1, "building engines")}
+    assert [each.seconds for each in reports] == sorted(each.seconds for each in reports)
 
 
 def test_models_on_two_devices_are_rejected(

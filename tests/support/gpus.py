@@ -69,6 +69,7 @@ def card_files(
     return {
         f"{sysfs}/vendor": "0x10de\n",
         f"{sysfs}/class": "0x030200\n",
+        f"{sysfs}/uevent": "DRIVER=nvidia\nPCI_CLASS=30200\nPCI_ID=10DE:2330\n",
         f"{sysfs}/numa_node": f"{node}\n",
         f"{sysfs}/local_cpulist": f"{cpus}\n",
         f"proc/driver/nvidia/gpus/{pci}/information": _INFORMATION.format(
@@ -115,6 +116,14 @@ DGX = GpuMachine(
     make_topology(2, 56, threads=2),
 )
 
+# A container with the fifth of these cards: sysfs shows all, the driver and NVML only this one.
+_SHOWN = "0000:9d:00.0"
+CONTAINER = GpuMachine(
+    {name: text for name, text in DGX.files.items() if name.startswith("sys/") or _SHOWN in name},
+    tuple(card for card in DGX.cards if card.pci.lower().endswith(_SHOWN)),
+    DGX.topology,
+)
+
 # Two cards of which the second has three slices: 3g.40gb, 2g.20gb and 1g.10gb.
 _SLICES = {2: "3g.40gb", 3: "2g.20gb", 9: "1g.10gb"}
 MIG = GpuMachine(
@@ -151,7 +160,14 @@ NONE = GpuMachine(
     (),
     make_topology(1, 4),
 )
-MACHINES = {"one": ONE, "dgx": DGX, "mig": MIG, "no node": NO_NODE, "none": NONE}
+MACHINES = {
+    "one": ONE,
+    "dgx": DGX,
+    "container": CONTAINER,
+    "mig": MIG,
+    "no node": NO_NODE,
+    "none": NONE,
+}
 
 
 class ScriptedNvml:

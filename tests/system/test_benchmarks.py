@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -107,3 +109,58 @@ def test_terminated_run_stops_its_servers(tmp_path: Path) -> None:
         run.communicate(timeout=LIMIT_S)
     assert run.returncode
     assert psutil.wait_procs(started, timeout=10)[1] == []
+
+
+def test_gpu_benchmark_runs_on_a_machine_without_one(tmp_path: Path) -> None:
+    """The same servers and clients, with the CPU provider; Triton only where it is installed."""
+    out = tmp_path / "gpu.jsonl"
+    words = ("--provider", "cpu", "--models", "two-tower", "--seconds", "0.5", "--rounds", "1")
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *words, "--out", out],
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (record,) = map(json.loads, out.read_text().splitlines())
+    ways = ["direct, 1 thread", "direct, 4 threads", "iskander"]
+    assert [*record["runs"]][:3] == ways
+    assert all(record["runs"][way][0]["rate"] > 0 for way in ways)
+    assert {"isk-gateway", "isk-worker-0", "clients"} <= set(record["runs"]["iskander"][0]["cores"])
+    assert "| two-tower | iskander | " in done.stdout
+
+
+PROFILER = """
+import json
+
+class ProfilerActivity:
+    CUDA = "cuda"
+
+class profile:
+    def __init__(self, activities):
+        assert activities == ["cuda"]
+    def start(self):
+        self.calls = ["start"]
+    def stop(self):
+        self.calls.append("stop")
+    def export_chrome_trace(self, path):
+        assert self.calls == ["start", "stop"]
+        copy = {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 1, "dur": 2}
+        with open(path, "w") as file:
+            json.dump({"traceEvents": [copy | {"args": {"bytes": 2048}}] * 3}, file)
+"""
+
+
+def test_worker_of_the_gpu_trace_serves_and_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for PyTorch's profiler, and the CPU provider."""
+    from benchmarks.gpu import clients, models, trace
+
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "profiler.py").write_text(PROFILER)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setattr(clients, "CLIENTS", 1)
+    summary, batches = trace.record("two-tower", models.TWO_TOWER, 0.5, provider="cpu")
+    assert summary.copies == [trace.Copies("HtoD (Pinned -> Device)", 2048, 3)]
+    assert batches > 0

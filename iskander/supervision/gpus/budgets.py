@@ -13,12 +13,10 @@ from typing import NamedTuple
 import msgspec
 
 from iskander.config.models import GPU_PROVIDERS, ModelConfig
+from iskander.config.placement import MEMORY_LIMITS
 from iskander.control.messages import ModelSpec
 from iskander.errors import ConfigError
 from iskander.supervision.gpus.device import Gpu, format_gib
-
-LIMIT = "gpu_mem_limit"
-"""Option of the CUDA provider: bytes of its arena."""
 
 
 class Share(NamedTuple):
@@ -30,8 +28,8 @@ class Share(NamedTuple):
 
 def share_of(model: ModelConfig) -> Share:
     """Return a model's share of a device."""
-    limits = (int(options.get(LIMIT, 0)) for options in model.provider_options.values())
-    return Share(f"{model.name}/{model.version}", model.gpu_memory_bytes or max(limits, default=0))
+    limit = int(model.provider_options.get("cuda", {}).get(MEMORY_LIMITS["cuda"], 0))
+    return Share(f"{model.name}/{model.version}", model.gpu_memory_bytes or limit)
 
 
 def budget_of(gpu: Gpu, workers: int, reserve_bytes: int) -> int:
@@ -85,11 +83,12 @@ def spec_for(model: ModelSpec, device: str) -> ModelSpec:
 def with_limit(
     options: Mapping[str, dict[str, str]], providers: Sequence[str], budget_bytes: int
 ) -> dict[str, dict[str, str]]:
-    """Return the options of providers with the budget as the limit of the CUDA provider's arena.
+    """Return the options of providers with the budget as the limit of each one's memory.
 
     An option of the configuration is kept: it is checked to be at most the budget.
     """
     merged = {provider: dict(values) for provider, values in options.items()}
-    if budget_bytes and "cuda" in providers:
-        merged.setdefault("cuda", {}).setdefault(LIMIT, str(budget_bytes))
+    for provider in providers:
+        if budget_bytes and provider in MEMORY_LIMITS:
+            merged.setdefault(provider, {}).setdefault(MEMORY_LIMITS[provider], str(budget_bytes))
     return merged

@@ -20,6 +20,7 @@ from iskander.supervision.gpus.readings import NvmlCard
 from iskander.supervision.topology import parse_cpu_list
 
 NVIDIA = "0x10de"
+DRIVER = "nvidia"
 _CLASSES = ("0x0300", "0x0302")
 """Display and 3D controllers; a card also has audio and USB functions."""
 
@@ -39,34 +40,45 @@ def read_gpus(root: Path = Path("/"), cards: Sequence[NvmlCard] = ()) -> tuple[G
         cards: The cards of NVML; empty without NVML.
     """
     by_address = {pci_address(card.pci): card for card in cards}
-    addresses = by_address or dict.fromkeys(_driven(root))
     found: list[Gpu] = []
-    for index, address in enumerate(sorted(addresses)):
-        card = _card(root, index, address, by_address.get(address))
-        slices = list(_slices(root, card, by_address.get(address)))
+    # A card that does not answer NVML keeps its number, so that the others keep theirs.
+    for index, address in enumerate(sorted({*by_address, *_driven(root)})):
         nvml = by_address.get(address)
+        if by_address and nvml is None:
+            continue
+        card = _card(root, index, address, nvml)
+        slices = list(_slices(root, card, nvml))
         if slices or not (nvml is not None and nvml.is_mig):
             found += slices or [card]
     return tuple(found)
 
 
-def cards_without_driver(root: Path = Path("/")) -> list[str]:
-    """Return the addresses of NVIDIA cards that the driver does not serve."""
-    driven = set(_driven(root))
-    folders = sorted((root / "sys/bus/pci/devices").glob("*"))
-    return [
-        folder.name
-        for folder in folders
-        if folder.name not in driven
-        and _read(folder / "vendor") == NVIDIA
-        and _read(folder / "class").startswith(_CLASSES)
-    ]
+def unusable_cards(root: Path = Path("/")) -> list[str]:
+    """Return the NVIDIA cards that no process can use, with the reason.
+
+    A card of the driver that it does not show here belongs to other containers.
+    """
+    found = []
+    for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
+        is_card = _read(folder / "class").startswith(_CLASSES)
+        if not is_card or _read(folder / "vendor") != NVIDIA:
+            continue
+        driver = _pairs(_read(folder / "uevent"), "=").get("DRIVER", "")
+        if driver != DRIVER:
+            found.append(f"{folder.name} ({driver or 'no driver'})")
+        elif _is_excluded(root / "proc/driver/nvidia/gpus" / folder.name):
+            found.append(f"{folder.name} (excluded by its driver)")
+    return found
 
 
 def _driven(root: Path) -> list[str]:
     """Return the addresses of the driver's cards, without those that it excludes."""
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
-    return [each.name for each in folders if _fields(each).get("GPU Excluded") != "Yes"]
+    return [each.name for each in folders if not _is_excluded(each)]
+
+
+def _is_excluded(folder: Path) -> bool:
+    return _fields(folder).get("GPU Excluded") == "Yes"
 
 
 def _card(root: Path, index: int, address: str, nvml: NvmlCard | None) -> Gpu:
@@ -148,9 +160,9 @@ def _fields(folder: Path) -> dict[str, str]:
     return _pairs(_read(folder / "information"))
 
 
-def _pairs(text: str) -> dict[str, str]:
-    """Parse lines of a name, a colon and a value."""
-    pairs = (line.partition(":") for line in text.splitlines())
+def _pairs(text: str, separator: str = ":") -> dict[str, str]:
+    """Parse lines of a name, a separator and a value."""
+    pairs = (line.partition(separator) for line in text.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 

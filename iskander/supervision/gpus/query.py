@@ -17,7 +17,7 @@ import msgspec
 
 from iskander.supervision.gpus import nvml
 from iskander.supervision.gpus.device import DEVICES_VARIABLE, Gpu, visible
-from iskander.supervision.gpus.inventory import cards_without_driver, read_gpus
+from iskander.supervision.gpus.inventory import read_gpus, unusable_cards
 from iskander.supervision.gpus.readings import NvmlReport, decode_report
 
 NVML_S: Final = 20.0
@@ -41,8 +41,8 @@ def read_devices(root: Path = Path("/"), environment: Mapping[str, str] = os.env
     if gpus and report.error:
         text = "the memory of GPUs is unknown, so no budget is checked, and their health is not"
         notes.append(f"{text} monitored: {report.error}")
-    if idle := cards_without_driver(root):
-        notes.append(f"NVIDIA cards without a driver: {', '.join(idle)}")
+    if unusable := unusable_cards(root):
+        notes.append(f"NVIDIA cards that cannot be used: {', '.join(unusable)}")
     return Devices(gpus, tuple(notes))
 
 

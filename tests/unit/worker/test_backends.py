@@ -158,3 +158,29 @@ def test_provider_options_are_passed_to_their_provider(
         onnx.load(spec, 1)
     assert passed["providers"] == ["CUDAExecutionProvider", "CPUExecutionProvider"]
     assert passed["provider_options"] == [{"user_compute_stream": "1", "device_id": "1"}, {}]
+
+
+def test_libraries_of_tensorrt_are_loaded_before_its_provider(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from iskander_worker.backends import onnx
+
+    calls: list[str] = []
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        calls.append("session")
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(onnx.ort, "InferenceSession", fail)
+    monkeypatch.setattr(onnx.ort, "preload_dlls", lambda directory: calls.append("cuda"))
+    monkeypatch.setattr(onnx.ort, "get_available_providers", lambda: [*onnx.PROVIDERS.values()])
+    monkeypatch.setattr(onnx.engines, "preload_libraries", lambda: calls.append("tensorrt"))
+    monkeypatch.setattr(onnx, "open_device", lambda number: FakeDevice(number=number))
+    for providers, libraries in (
+        (("cuda", "cpu"), ["cuda"]),
+        (("tensorrt", "cuda"), ["cuda", "tensorrt"]),
+    ):
+        calls.clear()
+        with pytest.raises(ManifestError, match="no such device"):
+            onnx.load(model_spec(models.row_ids(tmp_path), execution_providers=providers), 1)
+        assert calls == [*libraries, "session"]

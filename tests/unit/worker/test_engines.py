@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from iskander_worker.loading import opener
 from iskander_worker.loading.engines import (
+    LIBRARY,
+    PACKAGE,
     cache_options,
     key_parts,
     needs_engines,
@@ -16,9 +21,15 @@ from iskander_worker.loading.engines import (
 )
 from iskander_worker.loading.opener import ModelSource, open_model
 from iskander_worker.loading.progress import Progress
-from iskander_worker.sandbox.client import Verdict
+from iskander_worker.sandbox.client import (
+    Verdict,
+    load_in_sandbox,
+    sandbox_server,
+    timeout_verdict,
+)
 from support import models
 from support.fake_device import FakeDevice
+from support.models import ROOT
 from support.scripted import model_spec
 
 from iskander.clock import NS_PER_S, now_ns
@@ -164,11 +175,18 @@ def test_missing_cache_is_a_notice(builder: Builder, tmp_path: Path) -> None:
     assert builder.opened == [ModelSource()] and not builder.built
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"},
+        {"trt_engine_cache_path": "/engines"},
+        {"trt_engine_cache_enable": "0"},
+    ],
+)
 def test_cache_of_the_configuration_is_left_to_the_runtime(
-    builder: Builder, tmp_path: Path
+    builder: Builder, tmp_path: Path, own: dict[str, str]
 ) -> None:
-    own = {"tensorrt": {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"}}
-    spec = spec_of(tmp_path, provider_options=own)
+    spec = spec_of(tmp_path, provider_options={"tensorrt": own})
     assert not needs_engines(spec)
     open_model(spec, 1, builder.make, "1.31")
     assert builder.opened == [ModelSource()] and not builder.built
@@ -201,14 +219,43 @@ def test_worker_does_not_rewrite_the_entry(tmp_path: Path) -> None:
     assert "trt_timing_cache_enable" not in cache_options(tmp_path, is_building=False)
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_libraries_of_the_python_package_are_found_by_their_names(tmp_path: Path) -> None:
+    source = tmp_path / "version.c"
+    source.write_text("int getInferLibVersion(void) { return 101601; }")
+    package = tmp_path / PACKAGE
+    package.mkdir()
+    command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}", "-o"]
+    subprocess.run([*command, package / LIBRARY, source], check=True)
+    script = "from iskander_worker.loading.engines import tensorrt_version as v; print(v())"
+    paths = [str(tmp_path), str(ROOT / "workers"), str(ROOT)]
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "101601"
+
+
+def test_timeout_names_the_setting_of_a_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_server, "run", timeout_verdict)
+    built = load_in_sandbox(spec_of(tmp_path), 1, (), seconds=700.0)
+    assert "within 700 s (loading.engine_s)" in built.refusal and built.is_late
+    plain = load_in_sandbox(model_spec(tmp_path), 1, (), seconds=7.0)
+    assert "within 7 s (loading.sandbox_s)" in plain.refusal
+
+
 def test_progress_is_reported_at_doubling_intervals() -> None:
     progress = Progress()
     assert not progress.due(now_ns())
     with progress.step("building"):
         begun = now_ns()
-        due: Callable[[float], str] = lambda s: progress.due(begun + int(s * NS_PER_S))  # noqa: E731
-        reports = [due(second) for second in range(1, 100)]
-    assert [text for text in reports if text] == [
-        f"building, {second} s" for second in (10, 20, 40, 80)
-    ]
+        reports = [progress.due(begun + s * NS_PER_S) for s in range(1, 100)]
+    found = [report for report in reports if report is not None]
+    assert {step for step, _ in found} == {"building"}
+    assert [round(seconds) for _, seconds in found] == [10, 20, 40, 80]
     assert not progress.due(begun + 1000 * NS_PER_S)

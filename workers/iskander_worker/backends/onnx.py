@@ -213,6 +213,8 @@ def _open(
         if missing:
             raise ManifestError(f"this ONNX Runtime was built without {', '.join(missing)}")
         ort.preload_dlls(directory="")
+        if engines.PROVIDER in providers:
+            engines.preload_libraries()
     try:
         session = ort.InferenceSession(
             file,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from iskander.contract.paths import path_inside
 from iskander.control.messages import ModelSpec
 from iskander.errors import ExecutionFailed, ManifestError
 from iskander_worker.backends import Arrays, Run, require_manifest
-from iskander_worker.backends.torch_device import TorchLauncher
+from iskander_worker.backends.torch_device import TorchLauncher, allocator_budgets
 from iskander_worker.loading.weight_files import inspect_safetensors, load_safetensors
 from iskander_worker.tensors import error_text
 
@@ -59,11 +59,21 @@ class TorchModel:
     """A loaded program."""
 
     def __init__(self, spec: ModelSpec, manifest: Manifest, threads: int) -> None:
-        section = manifest.torch
-        folder = Path(spec.path).parent
         self.threads = threads
         self._device = _select_device(spec.execution_providers)
         self.providers = (f"PyTorch {torch.__version__} on {self._device}",)
+        self._budget = ExitStack()
+        if self._device == "cuda":
+            self._budget.enter_context(allocator_budgets().held(spec.gpu_memory_bytes))
+        try:
+            self._open(spec, manifest)
+        except BaseException:
+            self._budget.close()
+            raise
+
+    def _open(self, spec: ModelSpec, manifest: Manifest) -> None:
+        section = manifest.torch
+        folder = Path(spec.path).parent
         path = path_inside(folder, section.file)
         self._outputs = list(section.outputs) or _output_names(manifest)
         try:
@@ -92,6 +102,7 @@ class TorchModel:
         del self._call, self._module
         if launcher is not None:
             launcher.close()
+        self._budget.close()
 
     def _named_results(self, inputs: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Call the program; return its results by name, or raise `ExecutionFailed`."""

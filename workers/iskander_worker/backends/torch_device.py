@@ -9,6 +9,7 @@ CUDA array interface, version 3.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ExecutionFailed, ManifestError
 from iskander_worker.backends import Run
+from iskander_worker.devices.budgets import Budgets
 from iskander_worker.devices.cuda import Device, DriverError, open_device
 
 Call = Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]]
@@ -28,6 +30,13 @@ _TYPES = {
     "uint8": torch.uint8, "float16": torch.float16, "float32": torch.float32,
     "float64": torch.float64, "bfloat16": torch.bfloat16,
 }  # fmt: skip
+
+
+@functools.cache
+def allocator_budgets() -> Budgets:
+    """Budgets of this process's programs, as the limit of PyTorch's allocator."""
+    total_bytes: int = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return Budgets(total_bytes, torch.cuda.set_per_process_memory_fraction)
 
 
 class TorchLauncher:

@@ -4,15 +4,19 @@ An engine is built for one card, one version of the libraries and a range of bat
 to minutes. The sandboxed load builds it into a new entry of the weight cache; workers open the
 entry. A range from 1 row to the model's maximum leaves no reason to build during a batch.
 
-Pure but for `tensorrt_version`. Runs on: worker main, and the process of a sandboxed load. Source:
-ONNX Runtime 1.31, TensorRT execution provider: `trt_engine_cache_*`, `trt_timing_cache_*`,
-`trt_profile_*`.
+Pure but for `preload_libraries` and `tensorrt_version`.
+
+Runs on: worker main, and the process of a sandboxed load. Source: ONNX Runtime 1.31, TensorRT
+execution provider: `trt_engine_cache_*`, `trt_timing_cache_*`, `trt_profile_*`; the wheel
+tensorrt-cu13-libs, whose package is `tensorrt_libs`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from iskander.contract.graph import Graph
@@ -20,11 +24,16 @@ from iskander.control.messages import ModelSpec
 
 PROVIDER = "tensorrt"
 LIBRARY = "libnvinfer.so.10"
+LIBRARIES = (LIBRARY, "libnvinfer_plugin.so.10", "libnvonnxparser.so.10")
+"""Each one after those that it needs."""
+PACKAGE = "tensorrt_libs"
+OWN_CACHE = frozenset(("trt_engine_cache_enable", "trt_engine_cache_path"))
+"""Options with which the configuration replaces the cache of this module."""
 
 
 def has_own_cache(spec: ModelSpec) -> bool:
-    """Whether the configuration names a cache of engines of its own."""
-    return "trt_engine_cache_path" in spec.provider_options.get(PROVIDER, {})
+    """Whether the configuration names a cache of engines of its own, or disables it."""
+    return not OWN_CACHE.isdisjoint(spec.provider_options.get(PROVIDER, {}))
 
 
 def needs_engines(spec: ModelSpec) -> bool:
@@ -83,8 +92,22 @@ def key_parts(spec: ModelSpec, device_name: str, tensorrt: str) -> list[object]:
     ]
 
 
+def preload_libraries() -> None:
+    """Load TensorRT from its Python package, if that is installed.
+
+    The provider's library then finds them by their names, as it finds those of the system.
+    """
+    package = find_spec(PACKAGE)
+    for folder in (package.submodule_search_locations if package is not None else None) or ():
+        for name in LIBRARIES:
+            # A library that is missing or needs others is an error of the provider's own load.
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(Path(folder) / name), ctypes.RTLD_GLOBAL)
+
+
 def tensorrt_version() -> str:
     """Version of the library that the provider loads; empty if there is none."""
+    preload_libraries()
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError:

@@ -13,7 +13,14 @@ import threading
 from collections import deque
 
 from iskander.clock import NS_PER_MS, now_ns
-from iskander.control.messages import Loaded, LoadFailed, ModelSpec, Notice, ToGateway
+from iskander.control.messages import (
+    Loaded,
+    LoadFailed,
+    LoadStep,
+    ModelSpec,
+    Notice,
+    ToGateway,
+)
 from iskander.errors import IskanderError
 from iskander_worker.attachments import Attachment
 from iskander_worker.failures import load_error
@@ -62,13 +69,13 @@ class LoadQueue:
         self._start_next()
         return load.attachment, load.answer()
 
-    def progress(self) -> tuple[Attachment, Notice] | None:
+    def progress(self) -> tuple[Attachment, LoadStep] | None:
         """A report of the running load, if one is due."""
         load = self._running
-        text = progress.due(now_ns()) if load is not None else ""
-        if load is None or not text:
+        report = progress.due(now_ns()) if load is not None else None
+        if load is None or report is None:
             return None
-        return load.attachment, Notice(f"{load.spec.name}/{load.spec.version}: {text}")
+        return load.attachment, LoadStep(load.spec.key, *report)
 
     def keep(self, used: set[Session]) -> None:
         """Close the sessions that are not in `used`."""

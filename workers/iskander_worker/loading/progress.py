@@ -32,18 +32,18 @@ class Progress:
         finally:
             self._step = None
 
-    def due(self, at_ns: int) -> str:
-        """A report with the step's time, if one is due; else empty."""
+    def due(self, at_ns: int) -> tuple[str, float] | None:
+        """The step and its time in seconds, if a report is due."""
         step = self._step
         if step is None:
-            return ""
+            return None
         text, begun_ns = step
         seconds = (at_ns - begun_ns) / NS_PER_S
         if seconds < self._due_s:
-            return ""
+            return None
         while self._due_s <= seconds:
             self._due_s *= 2
-        return f"{text}, {seconds:.0f} s"
+        return text, seconds
 
 
 progress = Progress()

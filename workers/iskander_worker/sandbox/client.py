@@ -26,6 +26,7 @@ from iskander import clock
 from iskander.control.messages import LoadingSpec, ModelSpec
 from iskander.decoders import thread_safe
 from iskander_worker.foreign_interpreter import own_command
+from iskander_worker.loading.engines import needs_engines
 
 IDLE_S = 10.0
 """Idle time after which the server is stopped: it uses some 50 MB."""
@@ -41,7 +42,7 @@ class Job(msgspec.Struct, frozen=True):
     """A model to load, and the limits of its private memory, of each file, and of the time.
 
     The optimised model is saved to `folder`, if weights are shared; for TensorRT, its engines are.
-    `libraries` are the paths of custom operator libraries.
+    `libraries` are the paths of custom operator libraries, `setting` is that of the time.
     """
 
     spec: ModelSpec
@@ -51,6 +52,7 @@ class Job(msgspec.Struct, frozen=True):
     private_bytes: int
     file_bytes: int
     seconds: float
+    setting: str
 
 
 @thread_safe
@@ -83,10 +85,10 @@ class Answer(msgspec.Struct, frozen=True):
     verdict: Verdict
 
 
-def timeout_verdict(seconds: float) -> Verdict:
+def timeout_verdict(job: Job) -> Verdict:
     """The verdict of a timeout."""
     return Verdict(
-        refusal=f"not loaded and warmed in a sandbox within {seconds:.3g} s (loading.sandbox_s)",
+        refusal=f"not loaded and warmed in a sandbox within {job.seconds:.3g} s ({job.setting})",
         is_late=True,
     )
 
@@ -115,7 +117,7 @@ class SandboxServer:
                 self._kill()
                 raise
         if clock.now_ns() >= deadline_ns:
-            return timeout_verdict(job.seconds)
+            return timeout_verdict(job)
         return Verdict(refusal="the sandbox server exited during the load, twice")
 
     def end(self) -> None:
@@ -191,6 +193,7 @@ def load_in_sandbox(
             private_bytes=spec.loading.sandbox_bytes or available_bytes(),
             file_bytes=spec.loading.cache_bytes,
             seconds=seconds,
+            setting="loading.engine_s" if needs_engines(spec) else "loading.sandbox_s",
         )
     )
 

@@ -110,7 +110,7 @@ def _verdict(request: JobRequest, answers: int) -> Verdict | None:
     if 0 in ready:
         return None
     if not ready:
-        return timeout_verdict(request.job.seconds)
+        return timeout_verdict(request.job)
     return Verdict(refusal=f"it crashed the sandbox process {_cause(code)}")
 
 
