@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from iskander.cli import command
 from iskander.cli.command import print_lines
-from iskander.cli.tables import Row, format_count, render_table
+from iskander.cli.tables import Row, format_count, printable, render_table
 from iskander.errors import ConnectionFailed, ModelNotFound
 from iskander.exit_codes import ExitCode
 
@@ -87,7 +87,7 @@ def _key(entry: Entry) -> tuple[str, str, str]:
 
 def _summary(shadow: Entry) -> list[str]:
     name, served, candidate = _key(shadow)
-    reason = f": {shadow['reason']}" if shadow["reason"] else ""
+    reason = f": {printable(shadow['reason'])}" if shadow["reason"] else ""
     dropped = ", ".join(f"{key} {format_count(n)}" for key, n in sorted(shadow["dropped"].items()))
     times = (_number(shadow["served_run_ms"]), _number(shadow["candidate_run_ms"]))
     return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -16,14 +16,16 @@ class ShadowConfig(Section, frozen=True, kw_only=True):
     """Shadow versions: candidates that run a share of the requests, for comparison only.
 
     Attributes:
-        time_percent: Percent of the time of each worker, and of the event loop, that shadow batches
-            may use; above it, their requests are dropped.
+        time_percent: Percent of the time of each worker, from a shadow batch to its answer, and of
+            the event loop that shadow batches may use; above it, their requests are dropped.
         bytes: Bytes of the inputs and results of requests that wait for a shadow batch.
         absolute_tolerance: Largest difference of two floats that counts as equal, at 0.
         relative_tolerance: The same, as a share of the served value; the two are added.
     """
 
-    time_percent: Live[Annotated[float, Meta(gt=0, le=100)]] = 5.0
+    restart_reason: ClassVar[str] = "a comparison has one tolerance from its start"
+
+    time_percent: Live[Annotated[float, Meta(gt=0, le=100)]] = 1.0
     bytes: Live[Positive] = 16 * MIB
     absolute_tolerance: Annotated[float, Meta(ge=0)] = 1e-6
     relative_tolerance: Annotated[float, Meta(ge=0)] = 1e-3

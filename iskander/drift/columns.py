@@ -72,7 +72,8 @@ def _elements(
         rows = len(chosen)
         items = items.take(pa.array((chosen[:, None] * size + np.arange(size)).ravel()))
         yield f"{name}[*]", values_of(items, nulls)
-        norms = np.linalg.norm(_numbers(items, np.nan).reshape(rows, size), axis=1)
+        with np.errstate(over="ignore"):  # As any other infinite value.
+            norms = np.linalg.norm(_numbers(items, np.nan).reshape(rows, size), axis=1)
         yield f"norm({name})", NumberValues(norms, nulls)
         return
     for index, element in enumerate(names if len(names) == size else range(size)):

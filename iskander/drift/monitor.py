@@ -26,6 +26,7 @@ from iskander.drift.reference import (
     write_reference,
 )
 from iskander.drift.report import (
+    PROBLEM_CHARACTERS,
     QUANTILES,
     STATES,
     ColumnDrift,
@@ -131,6 +132,7 @@ class ModelMonitor:
 
     def save(self, now_ns: int) -> None:
         """Store an unfinished recording, to continue it after a restart."""
+        self.reload()  # Another gateway process may have completed one.
         if self._recording is not None and self._recording.rows:
             self._write(self._recording, now_ns, is_complete=False)
 
@@ -152,7 +154,7 @@ class ModelMonitor:
             model=self._model,
             version=self._version,
             reference=origin,
-            problem=self._problem or self._write_problem,
+            problem=(self._problem or self._write_problem)[:PROBLEM_CHARACTERS],
             reference_rows=0 if source is None else source.rows,
             rows=recent.rows,
             states=states,
@@ -211,8 +213,10 @@ class ModelMonitor:
         return tuple(_identity(file) for file in (*beside, self._recording_file))
 
     def _finish_recording(self, now_ns: int) -> None:
+        self.reload()  # As in `save`.
         recording, self._recording = self._recording, None
-        assert recording is not None
+        if recording is None:
+            return
         self._reference, self._origin = recording, "live"
         title = f"{self._model}/{self._version}"
         log.drift_reference_recorded(model=title, rows=recording.rows)

@@ -6,6 +6,7 @@ Pure, and without the sketch library, because gateways import it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Final
 
 import msgspec
@@ -15,13 +16,18 @@ from iskander.decoders import thread_safe
 MODELS_MAX: Final = 64
 """Model versions in a report, those with the most drift first."""
 COLUMNS_MAX: Final = 160
-"""Columns in a report, those with the most drift; with all names at their limits 150 kB."""
+"""Columns in a report, those with the most drift."""
+COLUMNS_BYTES_MAX: Final = 120_000
+"""Bytes of these columns. A report is one message, which the buffer of a socket (208 KiB) limits; a
+model version without its columns has up to 1,200 bytes."""
 NAME_CHARACTERS: Final = 80
 """Longer names of columns are shortened in a report."""
+PROBLEM_CHARACTERS: Final = 200
 QUANTILES: Final = (0.1, 0.5, 0.9)
 STATES: Final = ("drifting", "steady", "unjudged")
 """States of a column; `unjudged` is without a reference, or with too few values."""
 MEASURES: Final = ("psi", "ks", "missing", "out_of_range", "new_labels")
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class SideSummary(msgspec.Struct, frozen=True):
@@ -108,7 +114,13 @@ def limited(models: Sequence[ModelDrift]) -> tuple[ModelDrift, ...]:
         for index, model in enumerate(models)
         for at, column in enumerate(model.columns)
     ]
-    kept = {(index, at) for _, index, at in sorted(positions)[:COLUMNS_MAX]}
+    kept: set[tuple[int, int]] = set()
+    size_bytes = 0
+    for _, index, at in sorted(positions)[:COLUMNS_MAX]:
+        size_bytes += len(_encode(models[index].columns[at]))
+        if size_bytes > COLUMNS_BYTES_MAX:
+            break
+        kept.add((index, at))
     listed = [
         msgspec.structs.replace(
             model,
@@ -125,9 +137,12 @@ def max_severity(model: ModelDrift) -> float:
 
 
 def shorten(name: str) -> str:
-    """Return a name with its middle left out, if it is too long; its end has the element."""
-    half = (NAME_CHARACTERS - 2) // 2
-    return name if len(name) <= NAME_CHARACTERS else f"{name[:half]}..{name[-half:]}"
+    """Return a name with a hash for its middle, if it is too long; its end has the element."""
+    if len(name) <= NAME_CHARACTERS:
+        return name
+    middle = f"..{blake2b(name.encode(), digest_size=4).hexdigest()}.."
+    half = (NAME_CHARACTERS - len(middle)) // 2
+    return f"{name[:half]}{middle}{name[-half:]}"
 
 
 def describe(side: SideSummary | None) -> str:

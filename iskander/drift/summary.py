@@ -181,8 +181,8 @@ class Summary:
         self.infinities += len(values) - len(finite) - nans
         if not len(finite):
             return
-        mean = float(finite.mean())
         with np.errstate(over="ignore", invalid="ignore"):
+            mean = float(finite.mean())
             squares = float(np.square(finite - mean).sum())
         self._merge_moments(len(finite), mean, squares)
         self.minimum = min(self.minimum, float(finite.min()))

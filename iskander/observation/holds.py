@@ -75,6 +75,11 @@ class Holds:
         self._pending: dict[Request, Held] = {}
         self._outputs: dict[Lease, HeldOutput] = {}
 
+    def configure(self, requests_max: int, bytes_max: int) -> None:
+        """Apply the limits to requests that are not held yet."""
+        self._requests_max = requests_max
+        self._bytes_max = bytes_max
+
     def __len__(self) -> int:
         return len(self._held) + len(self._pending)
 

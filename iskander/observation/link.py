@@ -31,7 +31,7 @@ MODELS_MAX: Final = 4096
 
 
 class Link:
-    """Gateway's end of the socket. Owns: the socket."""
+    """Gateway's end of the socket, which its owner closes."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -69,13 +69,15 @@ class Link:
             return True
         if not self.send_unsent():
             return False
-        descriptor = os.open(f"/proc/self/fd/{segment.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        message = encode(Arena(number, len(segment)))
         try:
-            socket.send_fds(self._socket, [encode(Arena(number, len(segment)))], [descriptor])
+            descriptor = os.open(f"/proc/self/fd/{segment.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                socket.send_fds(self._socket, [message], [descriptor])
+            finally:
+                os.close(descriptor)
         except OSError:
-            return False
-        finally:
-            os.close(descriptor)
+            return False  # The socket is full, or there are too many open files.
         self._arenas.add(number)
         return True
 
@@ -103,14 +105,6 @@ class Link:
         """Yield the messages that have arrived."""
         for frame in self._channel.receive():
             yield decode_to_gateway(frame)
-
-    def end(self) -> None:
-        """Announce the end: the process completes its files, and exits."""
-        self._socket.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._channel.close()
 
     def _try_send(self, message: ToObserver) -> bool:
         try:

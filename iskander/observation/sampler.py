@@ -1,7 +1,7 @@
 """Selects finished requests, holds their leases, and hands them to the observer process.
 
 A sampled request costs one record. It never waits, and memory that a new request needs is taken
-from the oldest sample: the observer process learns from `Verdicts` that its copy may be wrong.
+from the oldest sample, whose copy in the observer process is invalid by `Verdicts`.
 
 Runs on: gateway loop.
 """
@@ -49,10 +49,11 @@ DROPS: Final = (PRESSURE, LIMIT, EXPIRED, FULL, DOWN, BUSY, LOST, WORKER_LOST)
 
 
 class Outgoing(NamedTuple):
-    """A sample to send, with the lane of its model."""
+    """A sample to send, with the lane and the settings of its model, which may be unloaded then."""
 
     ref: SampleRef
     lane: Lane
+    settings: ModelConfig
 
 
 class Sampler:
@@ -83,6 +84,7 @@ class Sampler:
         self._settings_of = settings_of
         self._salt = randbits(BITS)
         self._thresholds: dict[int, int] = {}
+        self._settings: dict[int, ModelConfig] = {}  # Of the models with a threshold.
         self._workers: dict[int, WorkerSlot] = {}
         self._outgoing: list[Outgoing] = []
         self._verdicts = Verdicts([], [])
@@ -90,6 +92,11 @@ class Sampler:
         self._is_flush_due = False
         self._loop = asyncio.get_running_loop()
         input_arena.reclaimers.append(self._reclaim_input)
+
+    def configure(self, config: ObservationConfig) -> None:
+        """Apply the live settings, the time to held requests too."""
+        self.holds.configure(config.held_requests, config.held_bytes)
+        self._held_ns = int(config.held_s * NS_PER_S)
 
     def connect(self, link: Link) -> None:
         """Hand samples to a new process."""
@@ -139,8 +146,6 @@ class Sampler:
         if self._link is not None:
             self._send_verdicts(self._link)
         self._input_arena.grant_waiting()
-
-    # The hooks of the dispatcher.
 
     def on_results(
         self, worker: WorkerSlot, batch: InFlightBatch, part: BatchPart, *, is_last: bool
@@ -194,9 +199,13 @@ class Sampler:
     def _find_threshold(self, lane: Lane) -> int:
         if len(self._thresholds) >= LANES_MAX:
             self._thresholds.clear()
+            self._settings.clear()
+        key, threshold = lane.model.key, 0
         settings = self._settings_of(lane.model.name, lane.model.version)
-        share = 0.0 if settings is None else settings.observed_share
-        threshold = self._thresholds[lane.model.key] = threshold_of(share)
+        if settings is not None:
+            self._settings[key] = settings
+            threshold = threshold_of(settings.observed_share)
+        self._thresholds[key] = threshold
         return threshold
 
     def _hold_part(self, worker: WorkerSlot, batch: InFlightBatch, part: BatchPart) -> str:
@@ -222,9 +231,10 @@ class Sampler:
             return LIMIT
         lease = self._input_arena.hold(request)
         ticket, outputs = self.holds.complete(request, lease)
+        key = request.lane.model.key
         ref = SampleRef(
             ticket,
-            request.lane.model.key,
+            key,
             request.shape,
             request.rows,
             number.to_bytes(ID_BYTES, "big"),
@@ -233,7 +243,7 @@ class Sampler:
             request.input_bytes,
             outputs,
         )
-        self._outgoing.append(Outgoing(ref, request.lane))
+        self._outgoing.append(Outgoing(ref, request.lane, self._settings[key]))
         if not self._is_flush_due:
             self._is_flush_due = True
             self._loop.call_soon(self.flush)
@@ -241,7 +251,7 @@ class Sampler:
 
     def _introduce(self, link: Link, outgoing: Outgoing) -> bool:
         """Pass the arenas and the model of a sample, if the process does not know them."""
-        ref, lane = outgoing
+        ref = outgoing.ref
         if not link.introduce_arena(INPUT_ARENA, self._input_arena.segment):
             return False
         for part in ref.outputs:
@@ -249,14 +259,7 @@ class Sampler:
             assert output is not None
             if not link.introduce_arena(part.arena, output):
                 return False
-        return link.introduce_model(ref.key, ref.bucket, lambda: self._describe(lane, ref.bucket))
-
-    def _describe(self, lane: Lane, bucket: int) -> Model:
-        model, contract = lane.model, lane.contract
-        settings = self._settings_of(model.name, model.version)
-        assert contract is not None and settings is not None
-        one = variants(contract)[bucket]
-        return Model(model.key, bucket, model.name, model.version, one, settings)
+        return link.introduce_model(ref.key, ref.bucket, lambda: _describe(outgoing))
 
     def _reclaim_input(self) -> bool:
         """Give back a held lease of the input arena; False if there is none."""
@@ -306,3 +309,11 @@ class Sampler:
                 return False
             self._verdicts = Verdicts([], [])
         return True
+
+
+def _describe(outgoing: Outgoing) -> Model:
+    ref, lane, settings = outgoing
+    model, contract = lane.model, lane.contract
+    assert contract is not None
+    one = variants(contract)[ref.bucket]
+    return Model(ref.key, ref.bucket, model.name, model.version, one, settings)

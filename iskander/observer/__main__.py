@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -21,9 +22,9 @@ import pyarrow as pa
 from iskander.errors import ConfigError
 from iskander.exit_codes import ExitCode
 from iskander.logs import observation as log
-from iskander.logs.stderr import set_up
+from iskander.logs.stderr import log_uncaught, set_up
 from iskander.observer.consumers import create_consumers
-from iskander.observer.loop import Models, ObserverLoop, receive_start
+from iskander.observer.loop import ObserverLoop, SampledModels, receive_start
 
 NICE: Final = 10
 THREADS: Final = 2
@@ -40,6 +41,7 @@ def main() -> int:
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.nice(NICE)
+    threading.excepthook = _end_process
     pa.set_cpu_count(THREADS)
     pa.set_io_thread_count(THREADS)
     connection = socket.socket(fileno=0)
@@ -49,7 +51,8 @@ def main() -> int:
     config = start.config
     set_up(config.admin.log_format, process=start.process, tag="observer")
     logging.getLogger().setLevel(config.admin.log_level.upper())
-    models = Models()
+    log_uncaught()
+    models = SampledModels()
     try:
         consumers = create_consumers(config, models)
     except (ConfigError, OSError) as error:
@@ -57,6 +60,13 @@ def main() -> int:
         return int(ExitCode.CONFIG)
     ObserverLoop(connection, config.observation, models, consumers).run()
     return int(ExitCode.DONE)
+
+
+def _end_process(failure: threading.ExceptHookArgs) -> None:
+    """End the process with a thread of a consumer, which would stay without it; it is restarted."""
+    threading.__excepthook__(failure)
+    sys.stderr.flush()
+    os._exit(ExitCode.BUG)
 
 
 if __name__ == "__main__":

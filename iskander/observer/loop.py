@@ -13,7 +13,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import pyarrow as pa
 
@@ -41,7 +41,12 @@ from iskander.observation.messages import (
 from iskander.observer.sample import Consumer, Sample
 from iskander.observer.tensors import Tensors
 
+Result = TypeVar("Result")
+
 TICK_NS: Final = NS_PER_S // 2
+DRAIN_NS: Final = 2 * NS_PER_S
+"""Time for the samples that wait at the end; the consumers complete their files afterwards, and the
+gateway kills this process after ten seconds."""
 SEND_S: Final = 30.0
 """The gateway reads in each iteration of its event loop."""
 
@@ -60,7 +65,7 @@ class Copy(NamedTuple):
         return sum(buffer.size for buffer in (self.inputs, *self.outputs))
 
 
-class Models(Mapping[tuple[str, str], ModelConfig]):
+class SampledModels(Mapping[tuple[str, str], ModelConfig]):
     """Settings of the models of samples by name and version, known before the first sample."""
 
     def __init__(self) -> None:
@@ -104,11 +109,12 @@ class ObserverLoop:
         self,
         connection: socket.socket,
         config: ObservationConfig,
-        models: Models,
+        models: SampledModels,
         consumers: Mapping[str, Consumer],
     ) -> None:
         self._connection = connection
         self._connection.settimeout(SEND_S)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, FRAME_BYTES_MAX)
         self._buffer_bytes = config.buffer_bytes
         self._models = models
         self._consumers = consumers
@@ -124,7 +130,7 @@ class ObserverLoop:
         self._poll = poll.poll
 
     def run(self) -> None:
-        """Serve until the end of the connection; then consume the confirmed samples, and close."""
+        """Serve until the end of the connection; then consume what waits, and close."""
         due_ns = now_ns()
         while not self._has_ended:
             wait_ms = 0 if self._ready else max((due_ns - now_ns()) // NS_PER_MS, 0)
@@ -135,8 +141,11 @@ class ObserverLoop:
             if now_ns() >= due_ns:
                 due_ns = now_ns() + TICK_NS
                 self._tick()
-        for copy in self._ready:
-            self._consume(copy)
+        drained_ns = now_ns() + DRAIN_NS
+        while self._ready and now_ns() < drained_ns:
+            self._consume(self._ready.popleft())
+        if self._ready:
+            log.samples_left(samples=len(self._ready))
         for name, consumer in self._consumers.items():
             self._guarded(name, consumer.close)
 
@@ -221,23 +230,26 @@ class ObserverLoop:
         if now_ns() - self._reported_ns < NS_PER_S:
             return
         self._reported_ns = now_ns()
-        values = {name: dict(consumer.report()) for name, consumer in self._consumers.items()}
-        self._send(Report({"observer": {"counts": dict(self._counts)}, **values}))
+        values: dict[str, dict[str, Any]] = {"observer": {"counts": dict(self._counts)}}
+        for name, consumer in self._consumers.items():
+            report = self._guarded(name, consumer.report)
+            if report is not None:
+                values[name] = report
+        self._send(Report(values))
 
-    def _guarded(self, name: str, call: Callable[[], None]) -> None:
+    def _guarded(self, name: str, call: Callable[[], Result]) -> Result | None:
         """Call a consumer; its error is its own, and does not stop the others."""
         try:
-            call()
+            return call()
         except Exception as error:
             self._counts["failed"] += 1
             log.consumer_raised(consumer=name, error=error)
+            return None
 
     def _send(self, message: Copied | Report) -> None:
         try:
             self._connection.sendall(encode(message))
-        except TimeoutError:
-            raise
-        except OSError:
+        except (BrokenPipeError, ConnectionResetError):
             self._has_ended = True  # The gateway has ended.
 
 

@@ -1,4 +1,4 @@
-"""Interface of shadow versions: copies of finished requests in idle time of the workers.
+"""Interface of shadow versions: finished requests run again in idle time of the workers.
 
 Runs on: gateway loop.
 """

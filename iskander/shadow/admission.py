@@ -20,6 +20,8 @@ FIRST_ROWS: Final = 4
 """Rows of the first shadow batch of a candidate whose cost is unknown; each further one has twice
 as many, until the cost is learned."""
 PAUSE_MAX_S: Final = 600.0
+FAILURES_MAX: Final = 10
+"""Counted failures; the pause after more of them is not longer, and a power of two has a limit."""
 LOSS_PAUSES: Final = 6
 """The first pause after the death of a worker is that of this many failures, about a minute."""
 
@@ -61,7 +63,8 @@ class Pauses:
 
     def on_failure(self, reason: str, now_ns: int, *, was_loss: bool = False) -> None:
         """Begin a pause; `was_loss`: the batch ended its worker."""
-        self._failures = max(self._failures + 1, LOSS_PAUSES if was_loss else 0)
+        failures = max(self._failures + 1, LOSS_PAUSES if was_loss else 0)
+        self._failures = min(failures, FAILURES_MAX)
         self.until_ns = now_ns + int(min(2.0**self._failures, PAUSE_MAX_S) * NS_PER_S)
         self.reason = reason
 

@@ -29,7 +29,11 @@ GROUP_WORK: Final = 2048
 """Work (`OutputMatch.work`) of collected rows at which they are compared."""
 PAIRS_MAX: Final = 1000
 """Counted pairs of labels of an output."""
+BYTES_OF_WORK: Final = 512
+"""Bytes of strings that take the time of one unit of work."""
 LABEL_CHARACTERS_MAX: Final = 64
+LABEL_BYTES_MAX: Final = 4 * LABEL_CHARACTERS_MAX
+"""Counted labels are cut to as many bytes as the shown characters can have."""
 
 Values = npt.NDArray[Any] | list[bytes]
 Label = bytes | int | bool
@@ -189,16 +193,11 @@ class Comparison:
             FloatComparison(match, tolerance) if match.is_float else EqualityComparison(match)
             for match in matches
         ]
-        self.row_work = sum(match.work for match in matches)
+        self.row_work = max(sum(match.work for match in matches), 1)
         self.rows = self.disagreeing = 0
         self._copiers = served, candidate
         self._collected: list[tuple[int, Body, Body]] = []
         self._work = 0
-
-    @property
-    def has_collected(self) -> bool:
-        """Whether rows wait for `compare`."""
-        return bool(self._collected)
 
     @property
     def is_due(self) -> bool:
@@ -208,18 +207,26 @@ class Comparison:
     def collect(self, rows: int, served: Body, candidate: Body) -> None:
         """Keep the results of some rows for the next `compare`."""
         self._collected.append((rows, served, candidate))
-        self._work += rows * self.row_work
+        self._work += max(rows * self.row_work, len(candidate.body) // BYTES_OF_WORK)
 
     def compare(self) -> None:
-        """Compare the collected rows."""
+        """Compare the collected rows.
+
+        Raises:
+            AssertionError: A body is not one of the layout; none of these rows is counted.
+        """
         collected, self._collected, self._work = self._collected, [], 0
         rows = sum(count for count, _, _ in collected)
         differing = np.zeros(rows, np.bool_)
+        served, candidate = self._copiers
+        values: list[tuple[Values, Values]] = []
         for output in self.outputs:
-            match, (served, candidate) = output.match, self._copiers
+            match = output.match
             ours = [_values(served, match.served, body, n) for n, body, _ in collected]
             theirs = [_values(candidate, match.candidate, body, n) for n, _, body in collected]
-            differing |= output.add(_joined(ours), _joined(theirs))
+            values.append((_joined(ours), _joined(theirs)))
+        for output, pair in zip(self.outputs, values, strict=True):
+            differing |= output.add(*pair)
         self.rows += rows
         self.disagreeing += int(differing.sum())
 
@@ -243,7 +250,10 @@ def _values(copier: RowCopier, index: int, where: Body, rows: int) -> Values:
 
 def _strings(copier: RowCopier, index: int, where: Body, start: int, count: int) -> list[bytes]:
     body = memoryview(where.body)
-    ends = np.frombuffer(body, np.int32, count + 1, start).tolist()
+    positions = np.frombuffer(body, np.int32, count + 1, start)
+    # Overlapping strings would have any number of bytes.
+    assert positions[0] >= 0 and bool((np.diff(positions) >= 0).all()), "offsets of strings descend"
+    ends = positions.tolist()
     number = sum(spec.is_string for spec in copier.specs[:index])
     begin = copier.string_ranges(body, where.layout_rows)[0][number][0]
     texts = bytes(body[begin + ends[0] : begin + ends[-1]])
@@ -265,7 +275,7 @@ def _as_doubles(values: Values) -> npt.NDArray[np.float64]:
 
 def _selected(values: Values, rows: Disagreeing) -> list[Any]:
     if isinstance(values, list):
-        return [values[row] for row in rows.nonzero()[0].tolist()]
+        return [values[row][:LABEL_BYTES_MAX] for row in rows.nonzero()[0].tolist()]
     selected: list[Any] = values[rows].tolist()
     return selected
 

@@ -13,11 +13,11 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.logs import models as log
 from iskander.measurement.counters import Counters
 from iskander.scheduling.lane import Lane
-from iskander.scheduling.request import Request
+from iskander.scheduling.request import NEVER_NS, Request
 from iskander.shadow.admission import Pauses
 from iskander.shadow.comparison import Body, Comparison, Tolerance
 from iskander.shadow.contract import match_outputs
-from iskander.shadow.copies import CopyPart, CopyQueue
+from iskander.shadow.queue import ShadowPart, ShadowQueue
 
 COMPARE_NS: Final = NS_PER_S // 10
 """Age at which collected results are compared, even if they are few."""
@@ -30,32 +30,34 @@ class ShadowPair:
     `admit` keeps a selected request, or drops it.
 
     Attributes:
-        copies: Selected requests that have to run.
+        queue: Selected requests that have to run.
         comparison: None until both contracts are known, or if they cannot be compared.
         problem: Why they cannot be compared; empty if they can.
         dropped: Rows of selected requests that were not compared, by reason.
         pauses: Pauses after failures.
         batches: Batches sent to workers.
+        busy_until_ns: Until this time, the limits of time permit no batch.
+        compare_at_ns: Time at which the collected results are compared at the latest.
     """
 
     def __init__(
         self,
         served: Lane,
         candidate: Lane,
-        copies: CopyQueue,
+        queue: ShadowQueue,
         tolerance: Tolerance,
         admit: Callable[[ShadowPair, Request, bytes | memoryview], None],
     ) -> None:
-        self.served, self.candidate, self.copies = served, candidate, copies
+        self.served, self.candidate, self.queue = served, candidate, queue
         self.share = 0.0
         self.comparison: Comparison | None = None
         self.problem = ""
         self.dropped = Counters()
         self.pauses = Pauses()
-        self.batches = 0
+        self.batches = self.busy_until_ns = 0
+        self.compare_at_ns = NEVER_NS
         self._tolerance = tolerance
         self._admit = admit
-        self._collected_ns = 0
 
     def offer(self, request: Request, results: bytes | memoryview) -> None:
         """Select a request or not; its results are complete, and its lease can be shared."""
@@ -105,36 +107,34 @@ class ShadowPair:
             return "waiting", "no worker runs the candidate"
         return "comparing", ""
 
-    def collect(self, part: CopyPart, body: bytes, now: int) -> None:
-        """Keep the candidate's results of some rows for their comparison."""
+    def collect(self, part: ShadowPart, output: memoryview, now: int) -> None:
+        """Copy the candidate's results of some rows out of its arena for their comparison."""
         assert self.comparison is not None
-        if not self.comparison.has_collected:
-            self._collected_ns = now
-        served = Body(part.copy.results, part.copy.rows, part.first)
-        self.comparison.collect(part.rows, served, Body(body, part.rows, 0))
+        outputs = self.candidate.layouts.outputs
+        if outputs.has_strings:
+            try:
+                output = output[: outputs.string_ranges(output, part.rows)[1]]
+            except Exception as error:  # A worker wrote these results.
+                self._on_error(error)
+                return
+        self.compare_at_ns = min(self.compare_at_ns, now + COMPARE_NS)
+        served = Body(part.request.results, part.request.rows, part.first)
+        self.comparison.collect(part.rows, served, Body(output.tobytes(), part.rows, 0))
 
     def compare(self, now: int) -> None:
         """Compare the collected results, if they are enough or old."""
         comparison = self.comparison
-        if comparison is None or not comparison.has_collected:
-            return
-        if comparison.is_due or now - self._collected_ns >= COMPARE_NS:
+        if comparison is not None and (comparison.is_due or now >= self.compare_at_ns):
+            self.compare_at_ns = NEVER_NS
             try:
                 comparison.compare()
             except Exception as error:  # A worker wrote these results.
                 self._on_error(error)
 
-    @property
-    def compare_at_ns(self) -> int:
-        """Time of the next comparison; 0 without collected results."""
-        comparison = self.comparison
-        has_any = comparison is not None and comparison.has_collected
-        return self._collected_ns + COMPARE_NS if has_any else 0
-
     def drop_all(self, reason: str) -> None:
         """Drop all requests that wait."""
-        while len(self.copies):
-            self.dropped[reason] += self.copies.drop_first()
+        while len(self.queue):
+            self.dropped[reason] += self.queue.drop_first()
 
     def _on_error(self, error: Exception) -> None:
         log.shadow_comparison_failed(model=self.candidate.title, error=error)

@@ -4,9 +4,9 @@ Rules keep them from delaying other requests:
 
 - A batch is sent only to a worker without any other batch, and without a request that waits for it.
 - It is short, and limited to a share of the worker's time and of this event loop (`admission`).
-- It is cancelled if it would run for a while longer when another batch arrives. A worker that does
-  not obey is ended.
-- Few requests are kept (`copies`), and they are dropped when memory is needed. None is retried.
+- It is cancelled if it would run for a while longer when another batch arrives. A worker that runs
+  it nevertheless is ended.
+- Few requests are kept (`queue`), and they are dropped when memory is needed. None is retried.
 
 Runs on: gateway loop.
 """
@@ -27,15 +27,15 @@ from iskander.scheduling.request import NEVER_NS, Request
 from iskander.scheduling.worker_slot import InFlightBatch, WorkerSlot
 from iskander.shadow.admission import TimeBudget, rows_of_batch
 from iskander.shadow.comparison import GROUP_WORK, Tolerance
-from iskander.shadow.copies import CopyPart, CopyQueue, Usage
 from iskander.shadow.pair import ShadowPair
+from iskander.shadow.queue import ShadowPart, ShadowQueue, Usage
 
 if TYPE_CHECKING:
     from iskander.scheduling.dispatch import Dispatcher
 
 CANCEL_NS: Final = 200 * NS_PER_US
 """A batch that ends within this time is not cancelled, which takes as long."""
-OBEY_NS: Final = 2 * NS_PER_S
+CANCEL_TIMEOUT_NS: Final = 2 * NS_PER_S
 """A worker that still runs a cancelled batch after this time is ended, if others wait for it."""
 
 Pair = tuple[Lane, Lane]
@@ -48,7 +48,7 @@ class _Run:
     __slots__ = ("batch", "batch_id", "cancelled_ns", "offsets", "pair", "parts")
 
     def __init__(
-        self, pair: ShadowPair, batch: InFlightBatch, parts: list[CopyPart], offsets: list[int]
+        self, pair: ShadowPair, batch: InFlightBatch, parts: list[ShadowPart], offsets: list[int]
     ) -> None:
         self.pair, self.batch, self.parts, self.offsets = pair, batch, parts, offsets
         self.batch_id = self.cancelled_ns = 0
@@ -99,6 +99,8 @@ class ShadowRunner:
         self._worker_share = self._loop_budget.share / self._processes
         for budget in self._worker_budgets.values():
             budget.share = self._worker_share
+        for pair in self.pairs:
+            pair.busy_until_ns = 0
 
     def set_pairs(self, shares: Mapping[Pair, float]) -> None:
         """Set the pairs and their shares; a pair that exists keeps its statistics."""
@@ -112,8 +114,8 @@ class ShadowRunner:
         for (served, candidate), share in shares.items():
             pair = known.get((served, candidate))
             if pair is None:
-                copies = CopyQueue(self._arena, self._usage)
-                pair = ShadowPair(served, candidate, copies, self._tolerance, self.admit)
+                queue = ShadowQueue(self._arena, self._usage)
+                pair = ShadowPair(served, candidate, queue, self._tolerance, self.admit)
             pair.share = share
             self.pairs.append(pair)
             served.shadows = (*served.shadows, pair)
@@ -131,7 +133,7 @@ class ShadowRunner:
     def reclaim(self) -> bool:
         """Give the lease of one request back; False if there is none."""
         for pair in self.pairs:
-            rows = pair.copies.reclaim()
+            rows = pair.queue.reclaim()
             if rows:
                 pair.dropped["arena_full"] += rows
                 return True
@@ -140,36 +142,41 @@ class ShadowRunner:
     def admit(self, pair: ShadowPair, request: Request, results: bytes | memoryview) -> None:
         """Keep a selected request for the next shadow batch, or count it as dropped."""
         now = now_ns()
-        reason = self._refusal(pair, request, len(results), now)
+        # Most offers end here: their cost is that of the served requests.
+        is_busy = now < pair.busy_until_ns
+        reason = "busy" if is_busy else self._refusal(pair, request, len(results), now)
         if reason:
             pair.dropped[reason] += request.rows
         else:
-            pair.copies.put(request, results, now)
+            pair.queue.put(request, results, now)
 
     def pump(self, now: int) -> int:
         """Cancel, compare and send; return the time of the next call without an event."""
         wake_ns = self._yield_workers(now) if self._running else NEVER_NS
         for pair in list(self.pairs):
-            pair.compare(now)
-            wake_ns = min(wake_ns, pair.compare_at_ns or NEVER_NS)
-            while pair.copies.expires_ns <= now:
-                pair.dropped["expired"] += pair.copies.drop_first()
-            if len(pair.copies):
-                wake_ns = min(wake_ns, pair.copies.expires_ns, self._send_all(pair, now))
+            if now >= pair.compare_at_ns:
+                begun_ns = now_ns()
+                pair.compare(now)
+                self._loop_budget.spend(now_ns() - begun_ns, now)
+            wake_ns = min(wake_ns, pair.compare_at_ns)
+            while pair.queue.expires_ns <= now:
+                pair.dropped["expired"] += pair.queue.drop_first()
+            if len(pair.queue):
+                wake_ns = min(wake_ns, pair.queue.expires_ns, self._send_all(pair, now))
         return wake_ns
 
     def on_done(self, worker: WorkerSlot, run_ns: int, now: int) -> None:
         """Collect the results of a worker's shadow batch."""
         run = self._running.pop(worker)
         pair, lane = run.pair, run.pair.candidate
-        self._budget_of(worker).spend(run_ns, now)
+        self._budget_of(worker).spend(now - run.batch.sent_ns, now)
         lane.cost_of(worker)
         lane.costs[worker.index].observe(run.batch.run_rows, run_ns)
         pair.pauses.on_success()
         assert worker.output is not None
         for part, offset in zip(run.parts, run.offsets, strict=True):
             size = lane.layout(part.rows).output_bytes
-            pair.collect(part, worker.output.view[offset : offset + size].tobytes(), now)
+            pair.collect(part, worker.output.view[offset : offset + size], now)
         pair.compare(now)
         self._finish(worker, run)
         self._loop_budget.spend(now_ns() - now, now)
@@ -192,7 +199,7 @@ class ShadowRunner:
             reason = f"worker {worker.index} ended during a shadow batch"
             run.pair.pauses.on_failure(reason, now, was_loss=True)
             log.shadow_ended_worker(model=run.pair.candidate.title, worker=worker.index)
-        run.pair.copies.finish(run.parts)
+        run.pair.queue.finish(run.parts)
 
     def _refusal(self, pair: ShadowPair, request: Request, result_bytes: int, now: int) -> str:
         """Return why a selected request is dropped; empty if it is kept."""
@@ -207,32 +214,31 @@ class ShadowRunner:
         arena = self._arena.arena
         if 2 * arena.leased_bytes > arena.capacity_bytes:
             return "arena_full"
-        workers = pair.candidate.workers.values()
-        is_free = (
-            self._usage.fits(request.input_bytes + result_bytes, self._bytes_max)
-            and self._loop_budget.ready_ns(now) <= now
-            and any(self._budget_of(worker).ready_ns(now) <= now for worker in workers)
-        )
+        pair.busy_until_ns = self._ready_ns(pair, now)
+        size = request.input_bytes + result_bytes
+        is_free = pair.busy_until_ns <= now and self._usage.fits(size, self._bytes_max)
         return "" if is_free else "busy"
 
     def _send_all(self, pair: ShadowPair, now: int) -> int:
         """Send the next batches of a pair to idle workers; return the time of the next try."""
+        if now < pair.busy_until_ns:
+            return pair.busy_until_ns
         if not pair.is_runnable or now < pair.pauses.until_ns:
             pair.drop_all("suspended" if pair.is_runnable else "not_ready")
             return NEVER_NS
-        loop_ns = self._loop_budget.ready_ns(now)
-        if loop_ns > now:
-            return loop_ns
-        wake_ns = NEVER_NS
-        for worker in pair.candidate.workers.values():
-            if not len(pair.copies) or worker.in_flight or self._is_awaited(worker):
-                continue
-            ready_ns = self._budget_of(worker).ready_ns(now)
-            if ready_ns > now:
-                wake_ns = min(wake_ns, ready_ns)
-            else:
-                self._send(pair, worker, now)
-        return wake_ns
+        if self._loop_budget.ready_ns(now) <= now:
+            for worker in pair.candidate.workers.values():
+                is_idle = not worker.in_flight and self._budget_of(worker).ready_ns(now) <= now
+                if len(pair.queue) and is_idle and not self._is_awaited(worker):
+                    self._send(pair, worker, now)
+        pair.busy_until_ns = self._ready_ns(pair, now)
+        return pair.busy_until_ns if pair.busy_until_ns > now else NEVER_NS
+
+    def _ready_ns(self, pair: ShadowPair, now: int) -> int:
+        """Return when the limits of time permit a batch; not later than now if they do."""
+        workers = pair.candidate.workers.values()
+        worker_ns = min(self._budget_of(worker).ready_ns(now) for worker in workers)
+        return max(self._loop_budget.ready_ns(now), worker_ns)
 
     def _send(self, pair: ShadowPair, worker: WorkerSlot, now: int) -> None:
         """Send the next batch of a pair to a worker, if its output arena is not busy."""
@@ -241,21 +247,21 @@ class ShadowRunner:
         assert comparison is not None
         cost = lane.cost_of(worker)
         rows = rows_of_batch(
-            cost, pair.served.cost_of(worker), pair.copies.first_rows, is_odd=bool(pair.batches % 2)
+            cost, pair.served.cost_of(worker), pair.queue.first_rows, is_odd=bool(pair.batches % 2)
         )
         work_rows = max(GROUP_WORK // comparison.row_work, 1)
-        parts = pair.copies.peek(min(rows, work_rows, lane.rules.rows_max))
+        parts = pair.queue.peek(min(rows, work_rows, lane.rules.rows_max))
         sizes = [lane.layout(part.rows).output_bytes for part in parts]
         arena = worker.output_arena
         is_busy = 2 * (arena.leased_bytes + sum(sizes)) > arena.capacity_bytes
         output = None if is_busy else arena.lease(sum(sizes))
         if output is None:
             return
-        pair.copies.take(parts)
+        pair.queue.take(parts)
         offsets = [output.offset + sum(sizes[:index]) for index in range(len(sizes))]
         slices = tuple(
-            Slice(copy.body_offset, copy.rows, first, count, offset)
-            for (copy, first, count), offset in zip(parts, offsets, strict=True)
+            Slice(request.body_offset, request.rows, first, count, offset)
+            for (request, first, count), offset in zip(parts, offsets, strict=True)
         )
         run_rows = lane.rules.run_rows(sum(part.rows for part in parts))
         batch = InFlightBatch(lane, [], output, run_rows, now, cost.predict_ns(run_rows))
@@ -265,7 +271,7 @@ class ShadowRunner:
         pair.batches += 1
         self.pairs.remove(pair)
         self.pairs.append(pair)
-        bucket, hops = parts[0].copy.bucket, max(part.copy.hops for part in parts)
+        bucket, hops = parts[0].request.bucket, max(part.request.hops for part in parts)
         message = Execute(run.batch_id, lane.model.key, run_rows, slices, bucket, 0, hops)
         self._dispatcher.send(worker, [message])
         self._loop_budget.spend(now_ns() - begun_ns, now)
@@ -279,16 +285,16 @@ class ShadowRunner:
             expected_ns = run.batch.expected_ns
             left_ns = run.batch.sent_ns + expected_ns - now
             if run.cancelled_ns:
-                if now - run.cancelled_ns >= OBEY_NS:
+                if now - run.cancelled_ns >= CANCEL_TIMEOUT_NS:
                     run.cancelled_ns = now
                     self._dispatcher.end_worker(worker)
-                wake_ns = min(wake_ns, run.cancelled_ns + OBEY_NS)
+                wake_ns = min(wake_ns, run.cancelled_ns + CANCEL_TIMEOUT_NS)
             elif expected_ns and abs(left_ns) < CANCEL_NS:
                 wake_ns = min(wake_ns, now + left_ns + CANCEL_NS)
             else:
                 run.cancelled_ns = now
                 worker.abort(run.batch_id)
-                wake_ns = min(wake_ns, now + OBEY_NS)
+                wake_ns = min(wake_ns, now + CANCEL_TIMEOUT_NS)
         return wake_ns
 
     def _is_awaited(self, worker: WorkerSlot) -> bool:
@@ -305,4 +311,4 @@ class ShadowRunner:
 
     def _finish(self, worker: WorkerSlot, run: _Run) -> None:
         worker.output_arena.give_back(run.batch.output)
-        run.pair.copies.finish(run.parts)
+        run.pair.queue.finish(run.parts)

@@ -18,13 +18,14 @@ import pyarrow as pa
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import IskanderError
-from iskander.observer.prediction_log.counts import Counts
+from iskander.observer.prediction_log.counts import WRITE_FAILED, Counts
+from iskander.observer.prediction_log.retries import pause_s
 from iskander.observer.prediction_log.workspace import Workspace
 from iskander.scoring.sinks.storage import sync_folder
 from iskander.scoring.sources.places import locate
 
-RETRY_FIRST_S: Final = 1.0
-RETRY_MOST_S: Final = 60.0
+IDLE_S: Final = 60.0
+"""Time without a file after which those of ended processes are looked for."""
 PIECE_BYTES: Final = 8 << 20
 WITHOUT_FOLDERS: Final = ("s3", "gcs", "abfs")
 """Stores with keys; a folder would be an empty object."""
@@ -79,24 +80,21 @@ class Uploads:
 
     Args:
         uri: URI of the log.
-        workspace: Where the files wait; those of an earlier process are uploaded first.
+        workspace: Where the files wait; those of ended processes are uploaded too.
         spool_bytes: Limit of waiting files.
         counts: Counters of the log.
     """
 
     def __init__(self, uri: str, workspace: Workspace, spool_bytes: int, counts: Counts) -> None:
         self._uri = uri
+        self._workspace = workspace
         self._ready = workspace.ready
         self._spool_bytes = spool_bytes
         self._counts = counts
         self._changed = threading.Condition()
         self._waiting: deque[Complete] = deque()
         self._is_closing = False
-        for path in workspace.left_over():
-            size = path.stat().st_size
-            relative = path.relative_to(self._ready).as_posix()
-            self._waiting.append(Complete(path, relative, 0, size))
-            counts.spooled_bytes += size
+        self._add(workspace.left_over())
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
         self._thread.start()
 
@@ -124,31 +122,54 @@ class Uploads:
 
     def _run(self) -> None:
         failures = 0
-        while True:
-            with self._changed:
-                while not self._waiting:
-                    if self._is_closing:
-                        return
-                    self._changed.wait()
-                file = self._waiting[0]
+        while (file := self._next()) is not None:
             try:
-                self._upload(file)
+                is_uploaded = self._upload(file)
             except (OSError, pa.ArrowException, IskanderError) as error:
                 self._counts.on_failure(f"{file.relative} cannot be uploaded: {error}")
                 failures += 1
                 with self._changed:
                     if self._is_closing:
                         return
-                    self._changed.wait(min(RETRY_FIRST_S * 2.0 ** (failures - 1), RETRY_MOST_S))
+                    self._changed.wait(pause_s(failures))
                 continue
             failures = 0
-            self._remove(file.path)
             with self._changed:
                 self._waiting.popleft()
                 self._counts.spooled_bytes -= file.bytes
-            self._counts.on_delivered(file.samples, file.bytes)
+            if is_uploaded:
+                self._counts.on_delivered(file.samples, file.bytes)
+            else:
+                self._counts.on_dropped(WRITE_FAILED, file.samples)
 
-    def _upload(self, file: Complete) -> None:
+    def _next(self) -> Complete | None:
+        """Wait for a file; None to end."""
+        while True:
+            with self._changed:
+                if not self._waiting and not self._is_closing:
+                    self._changed.wait(IDLE_S)
+                if self._waiting:
+                    return self._waiting[0]
+                if self._is_closing:
+                    return None
+            try:
+                self._add(self._workspace.adopt())
+            except OSError as error:
+                self._counts.on_failure(f"files of ended processes cannot be uploaded: {error}")
+
+    def _add(self, paths: list[Path]) -> None:
+        """Add complete files of ended processes, whose samples were counted there."""
+        for path in paths:
+            size = path.stat().st_size
+            relative = path.relative_to(self._ready).as_posix()
+            with self._changed:
+                self._waiting.append(Complete(path, relative, 0, size))
+                self._counts.spooled_bytes += size
+
+    def _upload(self, file: Complete) -> bool:
+        """Upload a file and delete it here; False if it was deleted before."""
+        if not file.path.exists():
+            return False
         place = locate(self._uri)
         path = f"{place.path}/{file.relative}"
         if place.filesystem.type_name not in WITHOUT_FOLDERS:
@@ -163,10 +184,12 @@ class Uploads:
         found = place.filesystem.get_file_info(path).size
         if found != file.bytes:
             raise OSError(f"the object has {found} bytes, expected {file.bytes}")
+        self._remove(file.path)
+        return True
 
     def _remove(self, path: Path) -> None:
         """Delete an uploaded file, and its folders that are empty."""
-        path.unlink()
+        path.unlink(missing_ok=True)
         for folder in path.relative_to(self._ready).parents:
             try:
                 (self._ready / folder).rmdir()

@@ -5,7 +5,8 @@
     FOLDER/slot-0/ready/         complete files on their way to an object store
 
 Several gateway processes, and an old and a new server, may share a folder: each takes the first
-free slot, with the complete files that its last owner left there.
+free slot, with the complete files that its last owner left there. Those in other free slots are
+taken over later.
 
 Runs on: the observer process. Source: flock(2).
 """
@@ -33,6 +34,7 @@ class Workspace:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         slot = self._claim(folder)
         self.writing, self.ready = slot / "writing", slot / "ready"
         shutil.rmtree(self.writing, ignore_errors=True)
@@ -42,19 +44,47 @@ class Workspace:
         for number in range(SLOTS_MAX):
             slot = folder / f"slot-{number}"
             slot.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(slot / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(self._lock)
-                continue
-            return slot
+            lock = _lock(slot)
+            if lock is not None:
+                self._lock_descriptor = lock
+                return slot
         raise OSError(f"{folder}: all {SLOTS_MAX} slots are in use")
 
     def left_over(self) -> list[Path]:
         """Complete files that an earlier process left, oldest first."""
-        return sorted(path for path in self.ready.rglob("*") if path.is_file())
+        return _files_in(self.ready)
+
+    def adopt(self) -> list[Path]:
+        """Take over the complete files of slots without an owner; return where they are now."""
+        adopted = []
+        for slot in self._folder.glob("slot-*"):
+            lock = _lock(slot)
+            if lock is None:
+                continue
+            try:
+                for path in _files_in(slot / "ready"):
+                    target = self.ready / path.relative_to(slot / "ready")
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    adopted.append(path.rename(target))
+            finally:
+                os.close(lock)
+        return adopted
 
     def release(self) -> None:
         """Release the slot for another process."""
-        os.close(self._lock)
+        os.close(self._lock_descriptor)
+
+
+def _lock(slot: Path) -> int | None:
+    """Lock a slot; return the descriptor that keeps the lock, or None if it is in use."""
+    descriptor = os.open(slot / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -22,13 +22,11 @@ from iskander.observer.prediction_log.counts import BUFFER_FULL, SPOOL_FULL, WRI
 from iskander.observer.prediction_log.delivery import Complete, Delivery
 from iskander.observer.prediction_log.files import LogFile
 from iskander.observer.prediction_log.layout import file_name, is_complete
+from iskander.observer.prediction_log.retries import pause_s
 from iskander.observer.prediction_log.workspace import Workspace
 
 OPEN_FILES_MAX: Final = 64
 WAIT_S: Final = 0.5
-PAUSE_FIRST_S: Final = 1.0
-PAUSE_MOST_S: Final = 60.0
-
 
 ERRORS: Final = (OSError, pa.ArrowException)
 """Errors of the filesystem; those of Arrow name an error of the system too."""
@@ -172,6 +170,5 @@ class Writer:
         if file is not None:
             file.abandon()
         self._failures += 1
-        pause_s = min(PAUSE_FIRST_S * 2.0 ** (self._failures - 1), PAUSE_MOST_S)
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closing, pause_s)
+            self._changed.wait_for(lambda: self._is_closing, pause_s(self._failures))

@@ -57,6 +57,12 @@ def test_labels(array: pa.Array, counts: dict[str, int]) -> None:
     assert columns(array) == {"x": LabelValues(counts, array.null_count)}
 
 
+def test_norm_beyond_the_range_of_floats_is_infinite() -> None:
+    size = ELEMENTS_MAX + 1
+    found = columns(pa.array([[1e300] * size], pa.list_(pa.float64(), size)))
+    assert numbers(found["norm(x)"]) == [np.inf]
+
+
 def test_other_types_count_as_nulls() -> None:
     days = pa.array([1, None], pa.date32())
     assert columns(days) == {"x": LabelValues({}, 2)}

@@ -106,6 +106,32 @@ def test_recording_continues_after_a_restart(folder: Path) -> None:
     assert read_reference(folder / "references" / "m@1.msgpack") == stored
 
 
+def test_first_complete_recording_serves_all_processes(folder: Path) -> None:
+    """The others store an unfinished one, or finish theirs, before they have seen it."""
+    first, second, third = (open_monitor(folder) for _ in range(3))
+    feed(second, 500)
+    feed(third, 1900)
+    feed(first, 2000)
+    stored = read_reference(folder / "references" / "m@1.msgpack")
+    second.save(NOW)
+    assert feed(third, 100, mean=9.0).reference == "live"
+    assert read_reference(folder / "references" / "m@1.msgpack") == stored
+    assert third.compare(NOW).reference_rows == second.compare(NOW).reference_rows == 2000
+    assert feed(second, 1000, mean=2.0).states["input"]["drifting"] == 1
+
+
+def test_file_beside_the_model_is_found_after_a_recording_is_stored(folder: Path) -> None:
+    """It appears between two checks, and a check compares with the files after the store."""
+    trained = open_monitor(folder / "other", CONFIG)
+    feed(trained, 2000)
+    monitor = open_monitor(folder)
+    feed(monitor, 500)
+    (folder / "other/references/m@1.msgpack").rename(folder / "model" / FILE)
+    monitor.save(NOW)
+    monitor.reload()
+    assert monitor.compare(NOW).reference == "training"
+
+
 def test_nothing_is_recorded_if_it_is_off(folder: Path) -> None:
     monitor = open_monitor(folder, DriftConfig(enabled=True, references=("training", "warm-up")))
     found = feed(monitor, 1000)

@@ -24,6 +24,13 @@ def summary_of(batches: list[list[float]]) -> Summary:
     return summary
 
 
+def test_sums_beyond_the_range_of_floats_are_infinite() -> None:
+    """Without a warning, which this repository's tests and operators see as an error."""
+    summary = summary_of([[1.7e308, 1.7e308], [-1.7e308, 1.0]])
+    assert summary.numbers == 4 and not math.isfinite(summary.mean)
+    assert summary.minimum == -1.7e308 and summary.quantiles.at([0.5])
+
+
 def assert_equals(summary: Summary, values: np.ndarray) -> None:
     finite = values[np.isfinite(values)]
     assert summary.numbers == summary.known == len(finite)

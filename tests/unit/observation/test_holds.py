@@ -70,6 +70,23 @@ def arenas() -> Iterator[Arenas]:
     assert not len(made.holds)
 
 
+def test_new_limits_apply_to_the_next_request(arenas: Arenas) -> None:
+    held = []
+    steps = [(1, GRAINS, True), (1, GRAINS, False), (2, 2, False), (2, GRAINS, True)]
+    for requests_max, grains_max, is_held in steps:
+        arenas.holds.configure(requests_max, grains_max * GRAIN_BYTES)
+        request, batch = arenas.request(), arenas.batch()
+        assert arenas.add(request, batch) is is_held
+        if is_held:
+            held.append(arenas.complete(request)[0])
+        else:
+            arenas.holds.discard(request)
+            assert request.lease is not None
+            arenas.input.give_back(request.lease)
+        arenas.end_batch(batch)
+    assert all(map(arenas.holds.release, held))
+
+
 def test_leases_are_held_until_the_release(arenas: Arenas) -> None:
     request, batch = arenas.request(), arenas.batch()
     assert arenas.add(request, batch)

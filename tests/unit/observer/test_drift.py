@@ -171,7 +171,7 @@ def test_largest_report_fits_in_a_frame(tmp_path: Path) -> None:
     config = msgspec.structs.replace(CONFIG, columns_listed=100)
     consumer = open_consumer(tmp_path, config)
     name, columns = "m" * 120, 9
-    labels = pa.array([f"{index:0200}" for index in range(100)])
+    labels = pa.array([f"{index:03}{'😀' * 61}" for index in range(100)])
     many = {f"{'é' * 500}{index}": labels for index in range(columns)}
     for number in range(report.MODELS_MAX):
         for each in range(4):
@@ -180,8 +180,28 @@ def test_largest_report_fits_in_a_frame(tmp_path: Path) -> None:
     consumer.tick(NOW)
     found = read_report(consumer)
     assert len(found.models) == report.MODELS_MAX
-    assert sum(len(model.columns) for model in found.models) == report.COLUMNS_MAX
+    assert sum(len(model.columns) for model in found.models) > 30
     assert len(msgspec.msgpack.encode(consumer.report())) < FRAME_BYTES_MAX * 3 // 4
+
+
+def test_most_columns_of_common_names_fit_too(tmp_path: Path) -> None:
+    consumer = open_consumer(tmp_path, msgspec.structs.replace(CONFIG, columns_listed=100))
+    labels = pa.array([f"label {index}" for index in range(100)])
+    many = {f"column {index}": labels for index in range(50)}
+    for number in range(16):
+        made = sample("m", number)._replace(model=f"m{number % 4}", inputs=pa.record_batch(many))
+        consumer.consume(made)
+    consumer.tick(NOW)
+    found = read_report(consumer)
+    assert sum(len(model.columns) for model in found.models) == report.COLUMNS_MAX
+
+
+def test_long_names_stay_different() -> None:
+    """Equal ones would be one series of a metric, with two values."""
+    names = {report.shorten(f"{'a' * 60}{index}{'b' * 60}") for index in range(10)}
+    assert len(names) == 10
+    assert all(len(name) == report.NAME_CHARACTERS for name in names)
+    assert report.shorten("x" * 80) == "x" * 80
 
 
 def test_names_of_files_stay_in_the_folder(tmp_path: Path) -> None:

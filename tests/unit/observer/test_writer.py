@@ -20,6 +20,7 @@ from iskander.config.observation import PredictionLogConfig
 from iskander.observer.prediction_log import files, writer
 from iskander.observer.prediction_log.counts import Counts
 from iskander.observer.prediction_log.delivery import Complete, LocalFolder
+from iskander.observer.prediction_log.retries import pause_s
 from iskander.observer.prediction_log.workspace import Workspace
 from iskander.observer.prediction_log.writer import Rows, Writer
 
@@ -172,7 +173,7 @@ def test_open_files_are_bounded(make_log: MakeLog) -> None:
 def test_failed_writes_are_counted_and_end_by_themselves(
     make_log: MakeLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "PAUSE_FIRST_S", 0.05)
+    monkeypatch.setattr(writer, "pause_s", lambda failures: 0.05)
     log = make_log(file_s=0.1)
     shutil.rmtree(log.workspace.writing)
     log.put(1)
@@ -184,6 +185,17 @@ def test_failed_writes_are_counted_and_end_by_themselves(
     assert log.read() == [2]
     eventually(lambda: log.counts.report()["failure"] == "", what="the end of the failure")
     log.close()
+
+
+def test_writer_goes_on_after_a_day_of_failures(make_log: MakeLog) -> None:
+    """2.0 ** 1024 is no float."""
+    log = make_log(file_s=0.1)
+    log.writer._failures = 2000
+    shutil.rmtree(log.workspace.writing)
+    log.put(1)
+    eventually(lambda: log.count("write_failed") == 1, what="a failed write")
+    log.close()
+    assert pause_s(1) == 1 and pause_s(2) == 2 and pause_s(2000) == 60
 
 
 def test_file_that_cannot_be_delivered_is_deleted_and_its_samples_are_counted(

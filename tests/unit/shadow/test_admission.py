@@ -80,6 +80,14 @@ def test_pauses_double_and_are_bounded() -> None:
     assert pauses.reason == "failed"
 
 
+def test_pause_after_a_week_of_failures_is_not_longer() -> None:
+    """2.0 ** 1024 is no float."""
+    pauses = Pauses()
+    for _ in range(1100):
+        pauses.on_failure("failed", 0)
+    assert pauses.until_ns == PAUSE_MAX_S * S
+
+
 def test_success_shortens_the_next_pause_and_a_death_lengthens_it() -> None:
     pauses = Pauses()
     pauses.on_failure("failed", 0)

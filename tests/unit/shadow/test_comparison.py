@@ -18,7 +18,9 @@ from iskander.contract.strings import strings_to_body
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.measurement.log_scale import STEPS, percentile
 from iskander.shadow.comparison import (
+    BYTES_OF_WORK,
     GROUP_WORK,
+    LABEL_BYTES_MAX,
     PAIRS_MAX,
     Body,
     Comparison,
@@ -262,13 +264,35 @@ def test_labels_are_short_text() -> None:
     assert found.top_pairs(1) == [("true", "false", 1)]
 
 
+def test_counted_labels_are_cut() -> None:
+    """Thousands of them are kept; one may have as many bytes as a result."""
+    (found,) = compared("binary", [b"a" * 1_000_000], ["é".encode() * 500_000]).outputs
+    assert isinstance(found, EqualityComparison)
+    assert [len(label) for pair in found.pairs for label in pair] == [LABEL_BYTES_MAX] * 2
+    assert found.top_pairs(1) == [("a" * 64, "é" * 64, 1)]
+
+
+def test_long_strings_are_compared_soon() -> None:
+    """So that few of them are in memory."""
+    specs = (spec("binary"),)
+    comparison = comparison_of(specs)
+    body = Body(body_of(specs, [[b"a" * 2 * GROUP_WORK * BYTES_OF_WORK]]), 1, 0)
+    comparison.collect(1, body, body)
+    assert comparison.is_due
+
+
+def test_outputs_without_elements_are_some_work() -> None:
+    """The rows of a batch are limited by its work, with a division."""
+    assert comparison_of((spec("float32", (0,)),)).row_work == 1
+
+
 def test_group_is_due_by_its_work() -> None:
     specs = (spec("float32"),)
     comparison = comparison_of(specs)
     body = Body(body_of(specs, [np.zeros(GROUP_WORK // 2)]), GROUP_WORK // 2, 0)
     comparison.collect(GROUP_WORK // 2, body, body)
-    assert comparison.has_collected and not comparison.is_due and not comparison.rows
+    assert not comparison.is_due and not comparison.rows
     comparison.collect(GROUP_WORK // 2, body, body)
     assert comparison.is_due
     comparison.compare()
-    assert comparison.rows == GROUP_WORK and not comparison.has_collected
+    assert comparison.rows == GROUP_WORK and not comparison.is_due

@@ -25,9 +25,9 @@ from iskander.scheduling.request import Request
 from iskander.shadow import pair as pair_module
 from iskander.shadow import runner as runner_module
 from iskander.shadow.comparison import Body
-from iskander.shadow.copies import COPIES_MAX, COPIES_NS
 from iskander.shadow.pair import COMPARE_NS, INTERNAL, ShadowPair
-from iskander.shadow.runner import OBEY_NS, ShadowRunner
+from iskander.shadow.queue import QUEUED_NS, REQUESTS_MAX
+from iskander.shadow.runner import CANCEL_TIMEOUT_NS, ShadowRunner
 
 S = 1000 * MS
 
@@ -226,17 +226,17 @@ def test_worker_that_does_not_cancel_is_ended_for_those_that_wait(
     ended: list[object] = []
     shadowed.simulation.dispatcher.end_worker = ended.append
     shadowed.serve(worker)
-    shadowed.simulation.loop.run(10 * OBEY_NS)
+    shadowed.simulation.loop.run(10 * CANCEL_TIMEOUT_NS)
     assert not worker.aborted and not ended, "nobody waits"
     shadowed.simulation.submit_rows(0, 1)
-    shadowed.simulation.loop.run(OBEY_NS + 5 * MS)
+    shadowed.simulation.loop.run(CANCEL_TIMEOUT_NS + 5 * MS)
     assert worker.aborted and ended == [worker]
 
 
-def test_full_arena_takes_the_leases_of_waiting_copies(
+def test_full_arena_takes_the_leases_of_waiting_requests(
     shadowed: Shadowed, worker: SimulatedWorker
 ) -> None:
-    """A copy that a batch reads keeps its lease."""
+    """One that a batch reads keeps its lease."""
     simulation, arena = shadowed.simulation, shadowed.simulation.input_arena
     shadowed.serve(worker)
     _, caller = simulation.submit_rows(0, 4)
@@ -254,15 +254,15 @@ def test_full_arena_takes_the_leases_of_waiting_copies(
 
 
 def test_lease_that_a_batch_reads_is_not_taken(shadowed: Shadowed, worker: SimulatedWorker) -> None:
-    """Also of a copy with further rows."""
+    """Also of a request with further rows."""
     shadowed.serve(worker, 60)
-    assert len(worker.in_flight) == len(shadowed.pair.copies) == 1
+    assert len(worker.in_flight) == len(shadowed.pair.queue) == 1
     assert not shadowed.runner.reclaim()
     assert len(shadowed.simulation.input_arena.arena) == 1
 
 
-def test_request_takes_the_memory_of_a_copy(simulation: Simulation) -> None:
-    """The last free memory is not enough without the lease of the copy."""
+def test_new_request_takes_the_memory_of_a_waiting_one(simulation: Simulation) -> None:
+    """The last free memory is not enough without the lease of the waiting one."""
     shadowed = Shadowed(simulation)
     worker = simulation.start()
     shadowed.serve(worker)
@@ -278,16 +278,18 @@ def test_request_takes_the_memory_of_a_copy(simulation: Simulation) -> None:
     arena.give_back(blocker)
 
 
-def test_kept_copies_are_bounded_and_expire(shadowed: Shadowed, simulation: Simulation) -> None:
+def test_waiting_requests_are_bounded_and_expire(
+    shadowed: Shadowed, simulation: Simulation
+) -> None:
     served = simulation.start(0)
     candidate = simulation.start(1)
-    for _ in range(COPIES_MAX + 5):
+    for _ in range(REQUESTS_MAX + 5):
         shadowed.serve(served)
     assert len(candidate.sent) == 1
-    assert len(simulation.input_arena.arena) == COPIES_MAX
+    assert len(simulation.input_arena.arena) == REQUESTS_MAX
     assert shadowed.pair.dropped == {"busy": 5 * 4}
-    simulation.loop.run(COPIES_NS + MS)
-    assert shadowed.pair.dropped["expired"] == (COPIES_MAX - 1) * 4
+    simulation.loop.run(QUEUED_NS + MS)
+    assert shadowed.pair.dropped["expired"] == (REQUESTS_MAX - 1) * 4
     assert len(simulation.input_arena.arena) == 1
 
 
@@ -309,7 +311,7 @@ def test_arenas_are_left_to_others(shadowed: Shadowed, worker: SimulatedWorker) 
     half = worker.output_arena.lease(worker.output_arena.capacity_bytes // 2)
     assert half is not None
     shadowed.serve(worker)
-    assert shadowed.shadow_batches(worker) == 0 and len(shadowed.pair.copies) == 1
+    assert shadowed.shadow_batches(worker) == 0 and len(shadowed.pair.queue) == 1
     worker.output_arena.give_back(half)
     shadowed.simulation.dispatcher.pump()
     assert shadowed.shadow_batches(worker) == 1
@@ -335,7 +337,7 @@ def test_comparison_of_a_batch_is_short() -> None:
 
 
 def test_pairs_take_turns() -> None:
-    """Two candidates have copies all the time."""
+    """Two candidates have requests all the time."""
     with simulated(lane_of(0), lane_of(1), lane_of(2)) as simulation:
         shadowed = Shadowed(simulation)
         lanes = simulation.lanes
@@ -394,6 +396,62 @@ def test_time_is_bounded(simulation: Simulation) -> None:
         simulation.loop.run(4 * MS)
     assert 0.08 * 8000 < shadowed.shadow_batches(worker) < 0.1 * 8000 + 20
     assert shadowed.pair.dropped["busy"] > 1000
+
+
+def test_time_of_a_worker_is_that_from_the_batch_to_its_answer(simulation: Simulation) -> None:
+    """Messages and copies take time too: the run time that the worker reports is a part of it."""
+    shadowed = Shadowed(simulation, time_percent=10)
+    worker = simulation.start()
+    shadowed.serve(worker)
+    shadow = worker.sent[-1]
+    simulation.loop.run(50 * MS)
+    worker.run(shadow, 1000)
+
+    now = simulation.loop.now_ns
+    assert shadowed.runner._budget_of(worker).ready_ns(now) - now >= 300 * MS
+    assert shadowed.lanes[1].costs[worker.index].predict_ns(4) == 1000
+
+
+def test_time_of_a_late_comparison_is_that_of_the_loop(
+    shadowed: Shadowed, worker: SimulatedWorker
+) -> None:
+    """The results are few, so that `pump` compares them once they are old."""
+    shadowed.serve(worker)
+    shadowed.simulation.done(worker, worker.sent[-1])
+    comparison, loop = shadowed.pair.comparison, shadowed.simulation.loop
+    assert comparison is not None
+
+    def compare() -> None:
+        loop.now_ns += 30 * MS
+
+    with mock.patch.object(comparison, "compare", compare):
+        loop.run(COMPARE_NS + MS)
+    due_ns = loop.now_ns - 30 * MS
+    assert shadowed.runner._loop_budget.ready_ns(due_ns) - due_ns >= 15 * MS
+
+
+def test_request_above_the_limit_of_time_is_dropped_before_anything_else(
+    simulation: Simulation,
+) -> None:
+    """Nothing but the clock is read for each: at a share of 1, these are most requests."""
+    shadowed = Shadowed(simulation, time_percent=1)
+    worker = simulation.start()
+    worker.cost = lambda execute: 20 * MS
+    worker.play()
+    for _ in range(2):
+        simulation.submit_rows(0, 4)
+        simulation.loop.run(50 * MS)
+    assert shadowed.shadow_batches(worker) == 1
+    assert shadowed.pair.dropped == {"busy": 4}
+    with mock.patch.object(ShadowPair, "match", side_effect=AssertionError):
+        simulation.submit_rows(0, 4)
+        simulation.loop.run(50 * MS)
+    assert shadowed.pair.dropped == {"busy": 8} and not shadowed.pair.pauses.reason
+
+    shadowed.runner.configure(ShadowConfig(time_percent=100))
+    simulation.submit_rows(0, 4)
+    simulation.loop.run(50 * MS)
+    assert shadowed.shadow_batches(worker) == 2, "a changed limit applies at once"
 
 
 def test_failure_suspends_the_pair(shadowed: Shadowed, worker: SimulatedWorker) -> None:
@@ -499,7 +557,7 @@ def test_withdrawn_request_of_the_candidate_does_not_cancel_a_shadow_batch(
 def latencies(share: float, run_ns: int, requests: int = 2000) -> list[int]:
     """Latency of each request at half load with random arrivals; the candidate costs as much."""
     with simulated(lane_of(0), lane_of(1)) as simulation:
-        shadowed = Shadowed(simulation, time_percent=ShadowConfig().time_percent)
+        shadowed = Shadowed(simulation, time_percent=5.0)
         shadowed.share(share)
         worker = simulation.start()
         worker.cost = lambda execute: run_ns // 2 + execute.rows * run_ns // 16

@@ -16,15 +16,14 @@ from iskander.scheduling.request import NEVER_NS, Request
 if TYPE_CHECKING:
     from iskander.memory.arena import Lease
 
-COPIES_MAX: Final = 8
+REQUESTS_MAX: Final = 8
 """Their leases keep addresses of the arena from being used again, and bindings of a model to other
 addresses cost time."""
-COPIES_NS: Final = 5 * NS_PER_S
+QUEUED_NS: Final = 5 * NS_PER_S
 """Time in the queue."""
-PARTS_MAX: Final = COPIES_MAX
 
 
-class Copy:
+class ShadowRequest:
     """A finished request, with rows for a candidate.
 
     Attributes:
@@ -54,25 +53,25 @@ class Copy:
         self.added_ns = now_ns
 
 
-class CopyPart(NamedTuple):
-    """Rows of a copy for one batch."""
+class ShadowPart(NamedTuple):
+    """Rows of a request for one batch."""
 
-    copy: Copy
+    request: ShadowRequest
     first: int
     rows: int
 
 
-class CopyQueue:
-    """Copies for one candidate in order of arrival; the leases are those of `arena`.
+class ShadowQueue:
+    """Requests for one candidate in order of arrival; the leases are those of `arena`.
 
     Attributes:
-        usage: Number and bytes of the copies of all queues, until their leases are released.
+        usage: Number and bytes of the requests of all queues, until their leases are released.
     """
 
     def __init__(self, arena: InputArena, usage: Usage) -> None:
         self._arena = arena
         self._usage = usage
-        self._waiting: deque[Copy] = deque()
+        self._waiting: deque[ShadowRequest] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -84,76 +83,76 @@ class CopyQueue:
 
     @property
     def expires_ns(self) -> int:
-        """Time at which the first copy expires."""
-        return self._waiting[0].added_ns + COPIES_NS if self._waiting else NEVER_NS
+        """Time at which the first request expires."""
+        return self._waiting[0].added_ns + QUEUED_NS if self._waiting else NEVER_NS
 
     def put(self, request: Request, results: bytes | memoryview, now_ns: int) -> None:
         """Add a request, which must have its lease."""
-        copy = Copy(request, self._arena.share(request), results, now_ns)
-        self._usage.add(1, copy.size_bytes)
-        self._waiting.append(copy)
+        entry = ShadowRequest(request, self._arena.share(request), results, now_ns)
+        self._usage.add(1, entry.size_bytes)
+        self._waiting.append(entry)
 
-    def peek(self, rows_max: int) -> list[CopyPart]:
+    def peek(self, rows_max: int) -> list[ShadowPart]:
         """Return the next rows with the bucket of the first; nothing is changed."""
-        parts: list[CopyPart] = []
-        for copy in self._waiting:
-            if not rows_max or copy.bucket != self._waiting[0].bucket:
+        parts: list[ShadowPart] = []
+        for entry in self._waiting:
+            if not rows_max or entry.bucket != self._waiting[0].bucket:
                 break
-            rows = min(copy.rows - copy.next_row, rows_max)
-            parts.append(CopyPart(copy, copy.next_row, rows))
+            rows = min(entry.rows - entry.next_row, rows_max)
+            parts.append(ShadowPart(entry, entry.next_row, rows))
             rows_max -= rows
         return parts
 
-    def take(self, parts: Sequence[CopyPart]) -> None:
+    def take(self, parts: Sequence[ShadowPart]) -> None:
         """Remove the rows that `peek` returned; they run now."""
-        for copy, _, rows in parts:
-            copy.next_row += rows
-            copy.running += 1
-            if copy.next_row == copy.rows:
+        for entry, _, rows in parts:
+            entry.next_row += rows
+            entry.running += 1
+            if entry.next_row == entry.rows:
                 self._waiting.popleft()
-                copy.is_waiting = False
+                entry.is_waiting = False
 
-    def finish(self, parts: Sequence[CopyPart]) -> None:
+    def finish(self, parts: Sequence[ShadowPart]) -> None:
         """Release what a batch needed that does not run any more."""
         for part in parts:
-            part.copy.running -= 1
-            self._release(part.copy)
+            part.request.running -= 1
+            self._release(part.request)
         self._arena.grant_waiting()
 
     def drop_first(self) -> int:
-        """Remove the first copy; return the number of its rows that did not run."""
+        """Remove the first request; return the number of its rows that did not run."""
         rows = self._drop(self._waiting[0])
         self._arena.grant_waiting()
         return rows
 
     def reclaim(self) -> int:
-        """Remove the last copy that no batch reads, and free its lease; return its rows, or 0."""
-        idle = next((copy for copy in reversed(self._waiting) if not copy.running), None)
+        """Remove the last request that no batch reads; return its rows, or 0."""
+        idle = next((entry for entry in reversed(self._waiting) if not entry.running), None)
         return 0 if idle is None else self._drop(idle)
 
-    def _drop(self, copy: Copy) -> int:
-        self._waiting.remove(copy)
-        copy.is_waiting = False
-        self._release(copy)
-        return copy.rows - copy.next_row
+    def _drop(self, entry: ShadowRequest) -> int:
+        self._waiting.remove(entry)
+        entry.is_waiting = False
+        self._release(entry)
+        return entry.rows - entry.next_row
 
-    def _release(self, copy: Copy) -> None:
-        if not copy.running and not copy.is_waiting:
-            self._arena.arena.give_back(copy.lease)
-            self._usage.add(-1, -copy.size_bytes)
+    def _release(self, entry: ShadowRequest) -> None:
+        if not entry.running and not entry.is_waiting:
+            self._arena.arena.give_back(entry.lease)
+            self._usage.add(-1, -entry.size_bytes)
 
 
 class Usage:
-    """Number and bytes of copies."""
+    """Number and bytes of the requests for candidates."""
 
     def __init__(self) -> None:
-        self.copies = self.bytes = 0
+        self.requests = self.bytes = 0
 
-    def add(self, copies: int, size_bytes: int) -> None:
-        """Add copies, or subtract them."""
-        self.copies += copies
+    def add(self, requests: int, size_bytes: int) -> None:
+        """Add requests, or subtract them."""
+        self.requests += requests
         self.bytes += size_bytes
 
     def fits(self, size_bytes: int, bytes_max: int) -> bool:
-        """Whether another copy is within the limits."""
-        return self.copies < COPIES_MAX and self.bytes + size_bytes <= bytes_max
+        """Whether another request is within the limits."""
+        return self.requests < REQUESTS_MAX and self.bytes + size_bytes <= bytes_max

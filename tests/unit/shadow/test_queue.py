@@ -11,7 +11,7 @@ import pytest
 from iskander.config.schema import LimitsConfig
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.request import NEVER_NS
-from iskander.shadow.copies import COPIES_NS, CopyQueue, Usage
+from iskander.shadow.queue import QUEUED_NS, ShadowQueue, Usage
 
 
 @pytest.fixture
@@ -30,27 +30,27 @@ def finished(arena: InputArena, rows: int, bucket: int = 0) -> Any:
     )  # fmt: skip
 
 
-def put(queue: CopyQueue, arena: InputArena, *requests: Any) -> None:
+def put(queue: ShadowQueue, arena: InputArena, *requests: Any) -> None:
     for request in requests:
         queue.put(request, b"12345678", 7)
         arena.arena.give_back(request.lease)
 
 
 def test_batch_has_rows_of_one_bucket_in_order(arena: InputArena) -> None:
-    queue = CopyQueue(arena, Usage())
+    queue = ShadowQueue(arena, Usage())
     put(queue, arena, finished(arena, 3), finished(arena, 4), finished(arena, 5, bucket=1))
     parts = queue.peek(5)
     assert [(part.first, part.rows) for part in parts] == [(0, 3), (0, 2)]
     queue.take(parts)
     parts = queue.peek(100)
-    assert [(part.first, part.rows, part.copy.bucket) for part in parts] == [(2, 2, 0)]
+    assert [(part.first, part.rows, part.request.bucket) for part in parts] == [(2, 2, 0)]
     queue.take(parts)
-    assert [part.copy.bucket for part in queue.peek(100)] == [1]
+    assert [part.request.bucket for part in queue.peek(100)] == [1]
 
 
 def test_leases_are_released_after_the_last_batch(arena: InputArena) -> None:
     usage = Usage()
-    queue = CopyQueue(arena, usage)
+    queue = ShadowQueue(arena, usage)
     put(queue, arena, finished(arena, 4))
     first = queue.peek(3)
     queue.take(first)
@@ -58,17 +58,17 @@ def test_leases_are_released_after_the_last_batch(arena: InputArena) -> None:
     queue.take(second)
     assert not len(queue) and queue.expires_ns == NEVER_NS
     queue.finish(first)
-    assert len(arena.arena) == usage.copies == 1 and usage.bytes == 108
+    assert len(arena.arena) == usage.requests == 1 and usage.bytes == 108
     queue.finish(second)
-    assert not len(arena.arena) and not usage.copies and not usage.bytes
+    assert not len(arena.arena) and not usage.requests and not usage.bytes
 
 
-def test_dropped_copy_keeps_its_lease_for_a_running_batch(arena: InputArena) -> None:
-    queue = CopyQueue(arena, Usage())
+def test_dropped_request_keeps_its_lease_for_a_running_batch(arena: InputArena) -> None:
+    queue = ShadowQueue(arena, Usage())
     put(queue, arena, finished(arena, 4))
     parts = queue.peek(1)
     queue.take(parts)
-    assert queue.expires_ns == 7 + COPIES_NS
+    assert queue.expires_ns == 7 + QUEUED_NS
     assert queue.reclaim() == 0
     assert queue.drop_first() == 3
     assert len(arena.arena) == 1
@@ -76,8 +76,8 @@ def test_dropped_copy_keeps_its_lease_for_a_running_batch(arena: InputArena) -> 
     assert not len(arena.arena)
 
 
-def test_last_copy_is_reclaimed_first(arena: InputArena) -> None:
-    queue = CopyQueue(arena, Usage())
+def test_last_request_is_reclaimed_first(arena: InputArena) -> None:
+    queue = ShadowQueue(arena, Usage())
     put(queue, arena, finished(arena, 4), finished(arena, 9))
     assert (queue.reclaim(), queue.reclaim(), queue.reclaim()) == (9, 4, 0)
     assert not len(arena.arena)

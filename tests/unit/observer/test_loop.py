@@ -1,0 +1,96 @@
+"""Loop of the observer process: consumers do not affect each other, and reports have a limit."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+
+from iskander.clock import NS_PER_S
+from iskander.config.observation import ObservationConfig
+from iskander.observation.messages import FRAME_BYTES_MAX, Report, decode_to_gateway
+from iskander.observer import loop as loop_module
+from iskander.observer.loop import DRAIN_NS, Copy, ObserverLoop, SampledModels
+from iskander.observer.sample import Consumer, Sample
+
+
+class Reporting(Consumer):
+    """A consumer with a report, or with an error in each call."""
+
+    def __init__(self, report: Mapping[str, Any] | None) -> None:
+        self.value = report
+        self.is_closed = False
+
+    def consume(self, sample: Sample) -> None:
+        raise AssertionError("there are no samples")
+
+    def tick(self, now_ns: int) -> None:
+        if self.value is None:
+            raise ValueError("no tick")
+
+    def report(self) -> dict[str, Any]:
+        if self.value is None:
+            raise ValueError("no report")
+        return dict(self.value)
+
+    def close(self) -> None:
+        if self.value is None:
+            raise ValueError("no close")
+        self.is_closed = True
+
+
+def run(**consumers: Reporting) -> Report:
+    """Run the loop for one tick; return its report."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.settimeout(10)
+        ours.shutdown(socket.SHUT_WR)
+        ObserverLoop(theirs, ObservationConfig(), SampledModels(), consumers).run()
+        report = decode_to_gateway(ours.recv(FRAME_BYTES_MAX))
+    assert isinstance(report, Report)
+    return report
+
+
+def test_error_of_a_consumer_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    good = Reporting({"counts": {"a": 1}})
+    with caplog.at_level(logging.CRITICAL):
+        report = run(bad=Reporting(None), good=good)
+    assert report.values["good"] == {"counts": {"a": 1}}
+    assert "bad" not in report.values and report.values["observer"]["counts"]["failed"] == 1
+    assert good.is_closed
+
+
+def test_slow_consumers_complete_their_files_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits at the stop of the gateway may take longer than the time until it kills."""
+    clock = [0]
+    monkeypatch.setattr(loop_module, "now_ns", lambda: clock[0])
+    good = Reporting({})
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.shutdown(socket.SHUT_WR)
+        loop = ObserverLoop(theirs, ObservationConfig(), SampledModels(), {"good": good})
+        loop._ready.extend([cast(Copy, None)] * 100)
+
+        def consume(_: Copy) -> None:
+            clock[0] += NS_PER_S
+
+        monkeypatch.setattr(loop, "_consume", consume)
+        loop.run()
+    assert good.is_closed and clock[0] <= DRAIN_NS + 2 * NS_PER_S
+
+
+def test_longest_report_is_sent() -> None:
+    """Its limit is that of a frame, not the default buffer of the system."""
+    text = "a" * (FRAME_BYTES_MAX - 200)
+    assert run(one=Reporting({"text": text})).values["one"]["text"] == text
+
+
+def test_report_above_the_limit_is_a_bug() -> None:
+    """It is not mistaken for the end of the gateway, which is an exit without a reason."""
+    with pytest.raises(OSError) as found:
+        run(one=Reporting({"text": "a" * (1 << 20)}))
+    assert found.value.errno == errno.EMSGSIZE
