@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -18,8 +18,12 @@ class EventsConfig(Section, frozen=True, kw_only=True):
         queue: Events that wait for the next message; further ones are dropped and counted.
         subscriber_messages: Messages that wait for a slow subscriber; it loses further ones. A
             message has up to 256 events.
+        subscribers: Open connections of subscribers; further ones are closed at once.
     """
+
+    restart_reason: ClassVar[str] = "the publisher is set up at the start"
 
     address: str = ""
     queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 8192
     subscriber_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 1000
+    subscribers: Annotated[int, Meta(ge=1, le=10_000)] = 64

@@ -1,57 +1,53 @@
 """Address of the event stream.
 
-Source: zmq_ipc(7), zmq_tcp(7), zmq_setsockopt(3) (ZMQ_USE_FD).
+Source: zmq_ipc(7), zmq_tcp(7).
 """
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
-from typing import Any
-
-import zmq
 
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
-from iskander.transport.sockets import BoundPath
-
-IPC = "ipc://"
-FORWARDER_SOCKET = "events.sock"
-"""Socket of the forwarder in the parent's runtime directory."""
-LINGER_MS = 500
-"""Longest wait at the end until subscribers have the last events."""
-SUBSCRIPTION_BYTES_MAX = 1024
-"""Subscribers send nothing else; a longer message ends their connection."""
+from iskander.transport.addresses import zmq_address
+from iskander.transport.sockets import BoundPath, bind, keep_alive, with_port
 
 
 class Endpoint:
-    """`events.address`: binds a ZeroMQ socket to it.
+    """`events.address`: binds sockets to it.
 
     A path has the lock, owner and mode of the server's unix sockets.
+
+    Attributes:
+        address: Actual address, once bound.
     """
 
     def __init__(self, config: Config) -> None:
+        self.address = config.events.address
         self._config = config
         self._path: BoundPath | None = None
 
-    def bind(self, zmq_socket: Any) -> str:  # noqa: ANN401
-        """Bind a socket; return the actual address.
+    async def bind(self) -> list[socket.socket]:
+        """Return bound sockets.
 
         Raises:
             ConfigError: It is in use, or not an address of this machine.
         """
-        address = self._config.events.address
-        if address.startswith(IPC):
-            path = Path(address.removeprefix(IPC))
-            self._path = BoundPath(path, self._config.server)
-            self._path.socket.listen()
-            zmq_socket.setsockopt(zmq.USE_FD, self._path.socket.detach())
-        zmq_socket.ipv6 = "[" in address
-        zmq_socket.maxmsgsize = SUBSCRIPTION_BYTES_MAX
+        target = zmq_address(self.address)
+        if isinstance(target, Path):
+            self._path = BoundPath(target, self._config.server)
+            return [self._path.socket]
+        assert target is not None, "the addresses are validated at the start"
         try:
-            zmq_socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"events.address {address}: {error}") from None
-        return str(zmq_socket.last_endpoint.decode().rstrip("\0"))
+            sockets = await bind(target, is_shared=False)
+        except OSError as error:
+            where = f"events.address {self.address}"
+            raise ConfigError(f"{where}: cannot listen: {error.strerror}") from None
+        for each in sockets:
+            keep_alive(each)
+        self.address = f"tcp://{with_port(target, sockets[0])}"
+        return sockets
 
     def release(self) -> None:
         """Remove the socket file; idempotent."""

@@ -1,11 +1,9 @@
 """Publisher of the event stream.
 
 An event is appended to a queue. `PERIOD_S` later the loop encodes what has come together and gives
-it to ZeroMQ, whose thread sends it; neither waits for a subscriber.
+it to a sink, which does not wait for subscribers.
 
 Runs on: gateway loop, and the parent's loop.
-
-Source: zmq_socket(3) (ZMQ_PUB), zmq_setsockopt(3) (ZMQ_SNDHWM, ZMQ_LINGER).
 """
 
 from __future__ import annotations
@@ -14,13 +12,10 @@ import asyncio
 import contextlib
 import secrets
 import threading
-from typing import Any
-
-import zmq
+from typing import Any, Protocol
 
 from iskander.config.events import EventsConfig
 from iskander.event_stream.changes import ChangeHandler
-from iskander.event_stream.endpoint import LINGER_MS, Endpoint
 from iskander.event_stream.messages import (
     ENCODING,
     HEARTBEAT,
@@ -39,62 +34,58 @@ PERIOD_S = 0.01
 HEARTBEAT_S = 1.0
 
 
+class EventSink(Protocol):
+    """Way to the subscribers: a `Broadcaster`, or `ForwardedPublications`."""
+
+    address: str
+
+    def publish(self, topic: bytes, body: bytes) -> None:
+        """Send a message, or drop it; never blocks."""
+
+    async def stop(self) -> None:
+        """Send what waits, and close. Idempotent."""
+
+
 class Publisher:
-    """The stream of one process, which is bound to an address or connected to the forwarder.
+    """The stream of one process.
 
     Attributes:
         recorder: Tracer that publishes completed requests.
-        address: Actual address, once started.
     """
 
     def __init__(self, config: EventsConfig, process: int | None = None) -> None:
         self.recorder = CompletionRecorder(self._on_completion)
-        self.address = ""
         self._process = process
         self._stream = secrets.token_hex(8)
         self._queue = EventQueue(config.queue)
         self._changes = ChangeHandler(self._on_change)
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._context: Any = zmq.Context(io_threads=1)
-        self._socket: Any = self._context.socket(zmq.PUB)
-        self._socket.sndhwm, self._socket.linger = config.subscriber_messages, LINGER_MS
-        self._endpoint: Endpoint | None = None
+        self._sink: EventSink | None = None
         self._is_flush_due = False
         self._heartbeat: asyncio.TimerHandle | None = None
 
-    def bind(self, endpoint: Endpoint) -> None:
-        """Publish at an address; raises ConfigError if it is in use."""
-        self._endpoint = endpoint
-        self.address = endpoint.bind(self._socket)
-        self._start()
+    def start(self, sink: EventSink) -> None:
+        """Start to publish."""
+        self._sink = sink
+        self._changes.start()
+        self._beat()
 
-    def connect(self, path: str, address: str) -> None:
-        """Publish by the forwarder at a path, which has an address for subscribers."""
-        self.address = address
-        self._socket.connect(f"ipc://{path}")
-        self._start()
-
-    def stop(self) -> None:
-        """Publish the last events, and end; idempotent."""
+    async def stop(self) -> None:
+        """Publish the last events, and end the sink; idempotent."""
         self._changes.stop()
         if self._heartbeat is not None:
             self._heartbeat.cancel()
-        if not self._socket.closed:
+        if self._sink is not None:
             while self._queue:
                 self._flush()
-            self._socket.close()
-            self._context.term()
-        if self._endpoint is not None:
-            self._endpoint.release()
+            sink, self._sink = self._sink, None
+            await sink.stop()
 
     def stats(self) -> dict[str, Any]:
         """Return the address, and counts of events."""
+        address = "" if self._sink is None else self._sink.address
         published = sum(self._queue.next.values())
-        return {"address": self.address, "published": published, "dropped": self._queue.dropped}
-
-    def _start(self) -> None:
-        self._changes.start()
-        self._beat()
+        return {"address": address, "published": published, "dropped": self._queue.dropped}
 
     def _on_completion(self, completion: Completion) -> None:
         self._add(completion_topic(completion), completion)
@@ -115,7 +106,7 @@ class Publisher:
     def _flush(self) -> None:
         """Publish one message of each queued topic; the rest in later loop iterations."""
         self._is_flush_due = False
-        if self._socket.closed:
+        if self._sink is None:
             return
         for topic, first, events in self._queue.take():
             batch = Batch(
@@ -141,5 +132,5 @@ class Publisher:
         self._heartbeat = self._loop.call_later(HEARTBEAT_S, self._beat)
 
     def _send(self, topic: str, message: Batch | Heartbeat) -> None:
-        # PUB drops what a slow subscriber does not read, and never blocks.
-        self._socket.send_multipart((topic.encode(ENCODING), encode(message)), zmq.DONTWAIT)
+        assert self._sink is not None
+        self._sink.publish(topic.encode(ENCODING), encode(message))

@@ -1,6 +1,6 @@
-"""Event stream of a gateway process, and the forwarder of a parent.
+"""Event stream of a gateway process, and of a parent.
 
-One process is bound to `events.address`. Several are connected to their parent, which forwards
+One process listens on `events.address`. Several are connected to their parent, which broadcasts
 their events and its own, so that subscribers have one address.
 
 Runs on: gateway loop, and the parent's loop.
@@ -16,6 +16,7 @@ from iskander.control.runtime_directory import Member
 from iskander.logs import gateway as log
 
 if TYPE_CHECKING:
+    from iskander.event_stream.broadcaster import Broadcaster
     from iskander.event_stream.forwarder import Forwarder
     from iskander.event_stream.publisher import Publisher
 
@@ -31,39 +32,51 @@ def create_stream(config: Config, member: Member) -> Publisher | None:
     return Publisher(config.events, member.number if member.peers else None)
 
 
-def start_stream(stream: Publisher | None, config: Config, member: Member, runtime: Path) -> None:
+async def start_stream(
+    stream: Publisher | None, config: Config, member: Member, runtime: Path
+) -> None:
     """Start to publish; raises ConfigError if the address is in use."""
     if stream is None:
         return
-    from iskander.event_stream.endpoint import FORWARDER_SOCKET, Endpoint
-
     if member.peers:
-        stream.connect(str(runtime.parent / FORWARDER_SOCKET), config.events.address)
+        from iskander.event_stream.forwarder import ForwardedPublications
+
+        stream.start(ForwardedPublications(config, runtime.parent))
     else:
-        stream.bind(Endpoint(config))
-        log.protocol_listening(protocol=NAME, address=stream.address)
+        stream.start(await _start_broadcaster(config))
 
 
 class ForwardedStreams:
-    """The parent's forwarder, and its own stream; raises ConfigError."""
+    """The streams of the gateway processes, and the parent's own one."""
 
-    def __init__(self, config: Config, runtime: Path) -> None:
+    def __init__(self) -> None:
         self._forwarder: Forwarder | None = None
         self._stream: Publisher | None = None
+
+    async def start(self, config: Config, runtime: Path) -> None:
+        """Start to forward and to publish; raises ConfigError if the address is in use."""
         if not config.events.address:
             return
-        from iskander.event_stream.endpoint import FORWARDER_SOCKET
         from iskander.event_stream.forwarder import Forwarder
         from iskander.event_stream.publisher import Publisher
 
-        self._forwarder = Forwarder(config, runtime)
+        broadcaster = await _start_broadcaster(config)
         self._stream = Publisher(config.events)
-        self._stream.connect(str(runtime / FORWARDER_SOCKET), self._forwarder.address)
-        log.protocol_listening(protocol=NAME, address=self._forwarder.address)
+        self._stream.start(broadcaster)
+        self._forwarder = Forwarder(broadcaster, config, runtime)
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Publish the last events, and end."""
-        if self._stream is not None:
-            self._stream.stop()
         if self._forwarder is not None:
             self._forwarder.stop()
+        if self._stream is not None:
+            await self._stream.stop()
+
+
+async def _start_broadcaster(config: Config) -> Broadcaster:
+    from iskander.event_stream.broadcaster import Broadcaster
+
+    broadcaster = Broadcaster(config)
+    await broadcaster.start()
+    log.protocol_listening(protocol=NAME, address=broadcaster.address)
+    return broadcaster

@@ -52,6 +52,11 @@ class DeathRate:
         self.released_ns = 0
         self.quarantines = 0
 
+    def set_limit(self, limit: int, window_ns: int) -> None:
+        """Change the limit; counted deaths within the window stay."""
+        self._limit, self._window_ns = limit, window_ns
+        self._deaths = deque(self._deaths, maxlen=limit)
+
     def note(self, at_ns: int) -> bool:
         """Count a death; return whether the limit is reached, which is 1 after a quarantine."""
         if self.quarantines and at_ns - self.released_ns > self._window_ns:
@@ -97,6 +102,14 @@ class Quarantines:
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._tick_timer: asyncio.TimerHandle | None = None
         self._oom_kills = oom_kills()
+
+    def configure(self, settings: WorkersConfig) -> None:
+        """Apply the limits; a quarantine in progress keeps its duration."""
+        self.settings = settings
+        for rate in self._rates.values():
+            rate.set_limit(settings.model_deaths, int(settings.model_deaths_s * NS_PER_S))
+        if not settings.model_deaths:
+            self._suspected.clear()
 
     def record_running_model(self, worker: Worker) -> None:
         """Record the model that a lost worker was running; its heartbeat must still be mapped."""

@@ -44,6 +44,17 @@ class Recycling:
         if self._batches_max or self._rss_bytes_max:
             self._tick()
 
+    def configure(self, config: WorkersConfig) -> None:
+        """Apply the limits, to running processes too."""
+        self._batches_max = config.recycle_batches
+        self._rss_bytes_max = config.recycle_rss_bytes
+        for worker in self.workers:
+            worker.recycle_at = self._due_at(worker)
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._is_closed:
+            self.start()
+
     def close(self) -> None:
         """Stop recycling."""
         self._is_closed = True
@@ -54,7 +65,8 @@ class Recycling:
         """Start to count the batches of a new process."""
         worker.is_recycling = False
         worker.opened_ns = now_ns()
-        worker.recycle_at = worker.batches + self._batches_max if self._batches_max else NEVER
+        worker.opened_batches = worker.batches
+        worker.recycle_at = self._due_at(worker)
 
     def check(self, worker: Worker) -> None:
         """Recycle a worker above a limit, unless another one is being recycled."""
@@ -63,7 +75,7 @@ class Recycling:
         if any(other.is_recycling for other in self.workers):
             return
         if worker.batches >= worker.recycle_at:
-            count = worker.batches + self._batches_max - worker.recycle_at
+            count = worker.batches - worker.opened_batches
             reason = f"{count} batches, limit {self._batches_max} (`workers.recycle_batches`)"
         elif self._rss_bytes_max and now_ns() - worker.opened_ns >= SERVICE_MIN_NS:
             used = resident_bytes(worker.pid)
@@ -75,6 +87,9 @@ class Recycling:
         worker.is_recycling = True
         log.worker_recycled(worker=worker.index, reason=reason)
         self.on_due(worker)
+
+    def _due_at(self, worker: Worker) -> int:
+        return worker.opened_batches + self._batches_max if self._batches_max else NEVER
 
     def _tick(self) -> None:
         # Oldest process first, so that each is recycled in turn.

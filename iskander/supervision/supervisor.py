@@ -154,6 +154,15 @@ class Supervisor:
             if self._settings.spawn:
                 self._spawner.fill(self.workers)
 
+    def configure(self, config: Config) -> None:
+        """Apply the live settings, to running workers and batches too."""
+        self.config, self._settings = config, config.workers
+        settings = self._spawner.settings = config.workers
+        self._watchdog.configure(int(settings.hang_s * NS_PER_S), settings.hang_factor)
+        self._quarantines.configure(settings)
+        if self.member.is_first:
+            self.recycling.configure(settings)
+
     async def until_ready(self) -> None:
         """Wait until every model has its quorum of workers or has failed to load.
 
@@ -192,12 +201,13 @@ class Supervisor:
                 async with asyncio.timeout(0.1):
                     await self._changed.wait()
         self.kill_all()
-        self.release_workers()
+        await self.release_workers()
 
-    def release_workers(self) -> None:
+    async def release_workers(self) -> None:
         """Release all resources; the workers keep running for the peers or the next gateway."""
+        await self.gpus.stop()
         timers = (self._timers, self._watchdog, self.recycling, self._no_worker_timeout)
-        for part in (*timers, self._quarantines, self._outages, self.gpus, self._listener):
+        for part in (*timers, self._quarantines, self._outages, self._listener):
             part.close()
         for worker in self.workers:
             if worker.channel is not None:
@@ -213,7 +223,7 @@ class Supervisor:
         for worker in self.workers:
             if worker.child is not None:
                 worker.kill()
-        self.release_workers()
+        await self.release_workers()
 
     def kill_all(self) -> None:
         """Kill every worker, for an immediate exit."""
@@ -249,6 +259,8 @@ class Supervisor:
             self._outages.on_probed(message)
         elif isinstance(message, messages.Leaving):
             self._on_event(worker, Event.DRAIN_REQUESTED)
+        elif isinstance(message, messages.LoadStep):
+            self.loading.on_step(worker, message)
         elif isinstance(message, messages.Notice):
             worker.notices.append(message.text)
             log.worker_notice(worker=worker.index, notice=message.text)

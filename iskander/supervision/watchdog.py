@@ -55,6 +55,13 @@ class Watchdog:
         self._due_ns = now_ns()
         self._tick()
 
+    def configure(self, hang_ns: int, factor: float) -> None:
+        """Apply the limits, to running batches too."""
+        self.hang_ns, self.factor = hang_ns, factor
+        if self._timer is not None:
+            self._timer.cancel()
+            self.start()
+
     def close(self) -> None:
         """Stop the checks."""
         if self._timer is not None:

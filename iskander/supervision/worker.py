@@ -153,8 +153,10 @@ class Worker(WorkerSlot):
         child: The process, if this gateway started it and has not reaped it.
         loading_key: Key of the model that it loads, since `load_started_ns`; None if it loads none.
         loading_title: Model of the last unanswered `Load`; empty for none.
+        load_step: Reported long step of that load, with its time; empty for none.
         load_errors: Load errors by model key.
         load_error: Load error that ended the last process; empty for none.
+        opened_batches: Value of `batches` at `opened_ns`.
         recycle_at: Value of `batches` at which the process is recycled.
         failures: Consecutive unexpected exits, without steady service between them.
         exit_counts: Exits by kind: crash, hang, boot_failure, replaced.
@@ -177,10 +179,10 @@ class Worker(WorkerSlot):
         self.group = plan.group
         self._is_ours = is_ours
         self.state = State.ABSENT
-        self.load_started_ns = self.opened_ns = 0
+        self.load_started_ns = self.opened_ns = self.opened_batches = 0
         self.child: Child | None = None
         self.loading_key: int | None = None
-        self.loading_title = self.load_error = self.device_error = ""
+        self.loading_title = self.load_step = self.load_error = self.device_error = ""
         self.load_errors: dict[int, str] = {}
         self.recycle_at = NEVER
         self.starts = self.failures = 0
@@ -240,7 +242,7 @@ class Worker(WorkerSlot):
         self._pidfd = os.pidfd_open(pid)
         self.models = set()
         self.is_hung = self.was_stopped = False
-        self.loading_title = self.load_error = ""
+        self.loading_title = self.load_step = self.load_error = ""
         self.busy_until_ns = 0
         self.credits = CREDITS
         # The kernel reports an exit code only to the parent.

@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 from support.gpus import MIG, ScriptedNvml, scripted_card, slice_uuid, uuid_of
 
+from iskander.supervision import auxiliary_process
 from iskander.supervision.gpus import monitor, monitor_process
 from iskander.supervision.gpus.monitor_process import MonitorProcess
 from iskander.supervision.gpus.query import ask_nvml, read_devices
@@ -40,6 +44,10 @@ class Readings:
         self.changed = asyncio.Event()
         self.process: MonitorProcess
 
+    @property
+    def pid(self) -> int:
+        return self.process._process.pid
+
     def note(self, readings: list[GpuReading]) -> None:
         self.last = {reading.uuid: reading for reading in readings}
         self.changed.set()
@@ -63,7 +71,7 @@ async def monitored(*uuids: str) -> AsyncIterator[Readings]:
     try:
         yield readings
     finally:
-        readings.process.close()
+        await readings.process.stop()
 
 
 def test_cards_and_slices_are_listed(nvml: ScriptedNvml, tmp_path: Path) -> None:
@@ -159,16 +167,14 @@ def test_process_that_ends_or_hangs_is_started_again(nvml: ScriptedNvml) -> None
         async with monitored(uuid_of(0)) as readings:
             process = readings.process
             await readings.until(uuid_of(0), error="")
-            (child,) = process._children.values()
-            os.kill(child.pid, 9)
+            os.kill(readings.pid, 9)
             async with asyncio.timeout(WITHIN_S):
                 while process.starts < 2:
                     await asyncio.sleep(0.02)
             nvml.script["hangs"] = True
             nvml.write()
             readings.last.clear()
-            (child,) = process._children.values()
-            os.kill(child.pid, 9)
+            os.kill(readings.pid, 9)
             async with asyncio.timeout(WITHIN_S):
                 while process.starts < 4:
                     await asyncio.sleep(0.02)
@@ -181,44 +187,50 @@ def test_process_that_ends_or_hangs_is_started_again(nvml: ScriptedNvml) -> None
 
 
 def test_no_process_is_started_while_too_many_do_not_end(
-    nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch
+    nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A process in a call of the driver is not ended by SIGKILL: here, the signal is not sent."""
-    monkeypatch.setattr(monitor_process, "STUCK_MAX", 1)
+    for module in (auxiliary_process, monitor_process):
+        monkeypatch.setattr(module, "STUCK_MAX", 1)
+    monkeypatch.setattr(auxiliary_process, "KILLED_S", 0.1)
+    monkeypatch.setattr(auxiliary_process, "STUCK_S", 0.1)
+    monkeypatch.setattr(monitor_process, "SILENT_S", 2.0)
 
     async def run() -> None:
         async with monitored(uuid_of(0)) as readings:
-            process = readings.process
             await readings.until(uuid_of(0), error="")
-            (child,) = process._children.values()
-            os.kill(child.pid, signal.SIGSTOP)
-            monkeypatch.setattr(child, "kill", lambda: None)
-            process._on_silence()
-            process._restart()
-            assert process.starts == 1 and len(process._children) == 1
-            os.kill(child.pid, signal.SIGKILL)
+            pid = readings.pid
+            with monkeypatch.context() as patched:
+                patched.setattr(subprocess.Popen, "kill", lambda child: None)
+                os.kill(pid, signal.SIGSTOP)
+                async with asyncio.timeout(WITHIN_S):
+                    while "1 processes that read NVML do not end" not in caplog.text:
+                        await asyncio.sleep(0.02)
+                assert readings.process.starts == 1
+                assert psutil.pid_exists(pid)
+            os.kill(pid, signal.SIGKILL)
             async with asyncio.timeout(WITHIN_S):
-                while process._children:
+                while readings.process.starts < 2:
                     await asyncio.sleep(0.02)
-            process._restart()
-            assert process.starts == 2
+            assert not psutil.pid_exists(pid)
 
     asyncio.run(run())
+    assert "did not answer; the next start is in 0.1 s" in caplog.text
 
 
-def test_process_ends_with_the_socket(nvml: ScriptedNvml) -> None:
+def test_process_ends_with_the_socket(nvml: ScriptedNvml, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         async with monitored(uuid_of(0)) as readings:
             await readings.until(uuid_of(0), error="")
-            (child,) = readings.process._children.values()
-            assert readings.process._socket is not None
-            readings.process._close_socket()
+            connection = readings.process._process.socket
+            assert connection is not None
+            connection.shutdown(socket.SHUT_RDWR)
             async with asyncio.timeout(WITHIN_S):
-                while readings.process._children:
+                while readings.process.starts < 2:
                     await asyncio.sleep(0.02)
-            assert child.returncode == 0
 
     asyncio.run(run())
+    assert "the process that reads NVML" not in caplog.text
 
 
 def test_process_without_nvml_says_why(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pyarrow as pa
 import pytest
 import zmq
@@ -29,6 +31,8 @@ BATCH = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 TOPIC = "completion/ids/1"
 WITHIN_S = 20.0
+GROWN_BYTES_MAX = 16 << 20
+SUBSCRIBER_ENDED = "subscriber ended: more than 256 subscriptions"
 
 Message = tuple[str, dict[str, Any]]
 
@@ -135,6 +139,30 @@ def test_long_subscription_ends_only_its_connection(gateway: Gateway) -> None:
         while hostile.recv(1024):
             pass
         wait_for_subscription(other)
+
+
+def test_subscriptions_without_end_take_bounded_memory_and_others_go_on(gateway: Gateway) -> None:
+    """A SUB socket that connects again after each end of its connection."""
+    process = psutil.Process(gateway.pid)
+    topics = [secrets.token_hex(8) for _ in range(200_000)]
+    with subscribed(address_of(gateway), "completion/ids/", "heartbeat") as honest:
+        wait_for_subscription(honest)
+        before = process.memory_info().rss
+
+        def grown_bytes() -> int:
+            return int(process.memory_info().rss) - before
+
+        with subscribed(address_of(gateway), *topics, sndhwm=0), gateway.client() as client:
+
+            def is_over() -> bool:
+                client.score("ids", BATCH)  # ZeroMQ's PUB reads subscriptions when it sends.
+                return grown_bytes() > GROWN_BYTES_MAX or SUBSCRIBER_ENDED in gateway.text()
+
+            eventually(is_over)
+            assert events_until(honest, lambda topic, _: topic == TOPIC)
+            wait_for_subscription(honest)
+            assert grown_bytes() < GROWN_BYTES_MAX
+            assert SUBSCRIBER_ENDED in gateway.text()
 
 
 @pytest.mark.slow

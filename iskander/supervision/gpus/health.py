@@ -113,10 +113,10 @@ class GpuHealth:
             self._process = MonitorProcess(uuids, self.on_readings)
             self._process.start()
 
-    def close(self) -> None:
+    async def stop(self) -> None:
         """Stop to read NVML."""
         if self._process is not None:
-            self._process.close()
+            await self._process.stop()
             self._process = None
 
     def on_readings(self, readings: Iterable[GpuReading]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -19,8 +18,7 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.config.tracing import TracingConfig
 from iskander.errors import ConfigError
 from iskander.logs import tracing as log
-from iskander.supervision.lifecycle import backoff_s
-from iskander.supervision.worker import Child, start_process
+from iskander.supervision.auxiliary_process import AuxiliaryProcess
 from iskander.telemetry.tracing.recorder import Recorder
 from iskander.telemetry.tracing.records import (
     ExportReport,
@@ -52,17 +50,18 @@ class ExportProcess:
         self.recorder = Recorder(config)
         self._endpoint = config.endpoint
         self._loop = asyncio.get_running_loop()
-        self._child: Child | None = None
-        self._pidfd = -1
-        self._socket: socket.socket | None = None
+        self._process = AuxiliaryProcess(
+            "iskander.telemetry.tracing.exporter",
+            self._on_start,
+            self._on_exit,
+            lambda reason: log.export_process_not_started(reason=reason),
+        )
         self._reports = FrameReader()
         self._settings = b""
         self._unsent = memoryview(b"")
         self._taken_later = 0  # Spans of the records that the process has not reported.
-        self._failures = 0
-        self._is_failing = self._is_stopping = False
-        self._ended = asyncio.Event()
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._is_failing = False
+        self._timer: asyncio.TimerHandle | None = None
 
     def start(self, number: int, listeners: Mapping[str, Sequence[str]]) -> None:
         """Start the process, and feed it periodically.
@@ -78,89 +77,53 @@ class ExportProcess:
             "iskander.process": number,
         }
         self._settings = frame(ExportSettings(self._endpoint, resource, _single(listeners)))
-        self._launch()
+        self._process.start()
         self._tick()
 
     async def stop(self) -> None:
         """Export the queued records, and end the process; after `FLUSH_S` kill it."""
-        self._is_stopping = True
-        for timer in self._timers.values():
-            timer.cancel()
+        self._process.is_stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
         deadline_ns = now_ns() + int(FLUSH_S * NS_PER_S)
         while self._has_unsent and now_ns() < deadline_ns:
             self._exchange()
             await asyncio.sleep(FLUSH_TICK_S)
-        if self._socket is not None and self._child is not None:
-            self._socket.shutdown(socket.SHUT_WR)
-            try:
-                async with asyncio.timeout(max((deadline_ns - now_ns()) / NS_PER_S, 0)):
-                    await self._ended.wait()
-            except TimeoutError:
-                self._child.kill()
-                await self._ended.wait()
+        await self._process.stop((deadline_ns - now_ns()) / NS_PER_S)
         lost = self._taken_later + sum(record.spans for record in self.recorder.records)
         if lost:
             log.export_incomplete(spans=lost)
 
     @property
     def _has_unsent(self) -> bool:
-        return self._socket is not None and bool(self._unsent or self.recorder.records)
+        return self._process.socket is not None and bool(self._unsent or self.recorder.records)
 
-    def _launch(self) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        environment = dict(os.environ)
-        environment.pop("NOTIFY_SOCKET", None)
-        command = [sys.executable, "-P", "-m", "iskander.telemetry.tracing.exporter"]
-        try:
-            self._child, self._pidfd = start_process(command, environment, theirs.fileno())
-        except OSError as error:
-            ours.close()
-            log.export_process_not_started(reason=str(error.strerror))
-            self._launch_later()
-        else:
-            self._socket, self._reports = ours, FrameReader()
-            self._ended.clear()
-            self._unsent = memoryview(self._settings)
-            self._loop.add_reader(self._pidfd, self._on_exit)
-        finally:
-            theirs.close()
+    def _on_start(self, _connection: socket.socket) -> None:
+        self._reports, self._unsent = FrameReader(), memoryview(self._settings)
 
-    def _launch_later(self) -> None:
-        self._failures += 1
-        delay_s = backoff_s(self._failures)
-        self._timers["launch"] = self._loop.call_later(delay_s, self._launch)
-
-    def _on_exit(self) -> None:
-        assert self._child is not None and self._socket is not None
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        code = self._child.wait()
-        self._receive(self._socket)
-        self._socket.close()
-        self._child = self._socket = None
+    def _on_exit(self, code: int) -> None:
+        self._receive()
         self.recorder.counts["failed"] += self._taken_later
-        self._ended.set()
-        if not self._is_stopping:
+        if not self._process.is_stopping:
             log.export_process_ended(exit_code=code, spans=self._taken_later)
-            self._launch_later()
-        self._taken_later = 0
+            self._taken_later = 0
 
     def _tick(self) -> None:
         self._exchange()
-        self._timers["tick"] = self._loop.call_later(TICK_S, self._tick)
+        self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def _exchange(self) -> None:
         """Receive reports, and send records until the socket is full."""
-        if self._socket is None:
+        self._receive()
+        connection = self._process.socket
+        if connection is None:
             return
-        self._receive(self._socket)
         for _ in range(FRAMES_PER_TICK):
             if not self._unsent:
                 self._unsent = self._next_frame(self.recorder.records)
             try:
                 while self._unsent:
-                    self._unsent = self._unsent[self._socket.send(self._unsent) :]
+                    self._unsent = self._unsent[connection.send(self._unsent) :]
             except OSError:
                 return  # Full, or the process has ended, which `_on_exit` handles.
 
@@ -172,9 +135,11 @@ class ExportProcess:
         self._taken_later += sum(record.spans for record in taken)
         return memoryview(frame(taken))
 
-    def _receive(self, connection: socket.socket) -> None:
+    def _receive(self) -> None:
+        if self._process.socket is None:
+            return
         try:
-            data = connection.recv(RECEIVE_BYTES)
+            data = self._process.socket.recv(RECEIVE_BYTES)
         except OSError:
             return
         for content in self._reports.feed(data):
@@ -186,7 +151,7 @@ class ExportProcess:
         counts["exported"] += report.exported
         counts["failed"] += report.failed
         if report.exported:
-            self._failures = 0
+            self._process.reset_backoff()
             if self._is_failing:
                 log.export_recovered()
             self._is_failing = False

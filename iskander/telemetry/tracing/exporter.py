@@ -36,6 +36,7 @@ from opentelemetry.trace import (
 
 from iskander import __version__
 from iskander.clock import NS_PER_S, now_ns, wall_ns
+from iskander.logs.stderr import set_up_child
 from iskander.telemetry.tracing.records import (
     ExportReport,
     FrameReader,
@@ -57,8 +58,11 @@ _SCOPE = InstrumentationScope("iskander", __version__)
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
-class LastWarning(logging.Handler):
-    """Keeps the text of the library's last warning: the reason of a failed export."""
+class FirstWarning(logging.Handler):
+    """Keeps the text of the library's first warning: the reason of a failed export.
+
+    Those of later attempts repeat it, and the last one is that there was no further attempt.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -66,7 +70,7 @@ class LastWarning(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record."""
-        self.text = record.getMessage()
+        self.text = self.text or record.getMessage()
 
 
 class Converter:
@@ -110,7 +114,7 @@ class ExportLoop:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._frames = FrameReader()
-        self._warning = LastWarning()
+        self._warning = FirstWarning()
         logger = logging.getLogger("opentelemetry")
         logger.addHandler(self._warning)
         logger.propagate = False
@@ -173,6 +177,7 @@ class ExportLoop:
 
 def main() -> None:
     """Entry point of the process."""
+    set_up_child()
     Path("/proc/self/comm").write_text("isk-traces")
     # Service managers signal all processes; the gateway's end of the socket ends this one.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

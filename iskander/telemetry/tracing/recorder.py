@@ -52,6 +52,13 @@ class Recorder:
         self._limit = SpanLimit(config.spans_per_s, now_ns())
         self._last_run: BatchRun | None = None
 
+    def configure(self, config: TracingConfig) -> None:
+        """Apply the live settings to requests that end from now on."""
+        self._queue_max = config.queue
+        self._threshold = int(config.ratio * (1 << ID_BITS))
+        self._slow_ns = int(config.slow_ms * NS_PER_MS)
+        self._limit.set_rate(config.spans_per_s)
+
     def on_batch(
         self,
         worker: WorkerSlot,

@@ -51,6 +51,10 @@ class SpanLimit:
         self._rate = self._left = float(spans_per_s)
         self._updated_ns = now_ns
 
+    def set_rate(self, spans_per_s: int) -> None:
+        """Change the limit; a higher one fills with time."""
+        self._rate = float(spans_per_s)
+
     def take(self, spans: int, now_ns: int, *, is_head_sampled: bool) -> bool:
         """Take the spans of a request; return False if the limit is reached."""
         elapsed_s = (now_ns - self._updated_ns) / NS_PER_S

@@ -37,6 +37,17 @@ def test_one_death_is_enough_within_a_window_after_a_quarantine() -> None:
     assert not rate.note(300 + WINDOW_NS + 1)
 
 
+def test_new_limit_counts_earlier_deaths() -> None:
+    rate = DeathRate(3, WINDOW_NS)
+    assert not rate.note(0)
+    rate.set_limit(2, WINDOW_NS)
+    assert rate.note(1)
+    rate.set_limit(4, 10 * WINDOW_NS)
+    assert [rate.note(at_ns) for at_ns in (2, 5 * WINDOW_NS, 6 * WINDOW_NS, 9 * WINDOW_NS)] == [
+        False, False, False, True,
+    ]  # fmt: skip
+
+
 def test_quarantine_doubles_up_to_an_hour() -> None:
     rate = DeathRate(3, WINDOW_NS)
     assert [rate.begin_quarantine(60.0) for _ in range(3)] == [60.0, 120.0, 240.0]

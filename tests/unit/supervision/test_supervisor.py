@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from iskander.clock import NS_PER_S, now_ns
 from iskander.config.models import LaneConfig
-from iskander.config.schema import WorkersConfig
+from iskander.config.schema import Config, WorkersConfig
 from iskander.control.messages import ModelSpec
 from iskander.memory.heartbeat import Heartbeat
 from iskander.scheduling.cost import HANG_SAMPLES, CostModel
@@ -80,6 +81,32 @@ def test_hang_is_reported_at_its_limit_and_not_before() -> None:
     assert harness.hung == []
     harness.watchdog.check(100 + HANG_NS)
     assert harness.hung == [(1, HANG_NS)]
+
+
+def test_new_hang_limit_applies_to_a_running_batch() -> None:
+    pool = workers()
+    harness = WatchdogHarness(pool)
+    pool[0].set_in_flight(100)
+    harness.watchdog.configure(2 * HANG_NS, 0.0)
+    harness.watchdog.check(100 + HANG_NS)
+    assert harness.hung == []
+    harness.watchdog.configure(HANG_NS // 2, 0.0)
+    harness.watchdog.check(100 + HANG_NS)
+    assert harness.hung == [(0, HANG_NS)]
+
+
+def test_lower_hang_limit_does_not_wait_for_the_check_of_the_old_one() -> None:
+    async def run() -> None:
+        pool, reported = workers(1), asyncio.Event()
+        watchdog = Watchdog(pool, 3600 * NS_PER_S, lambda *_: reported.set())
+        watchdog.start()
+        pool[0].set_in_flight(now_ns())
+        watchdog.configure(NS_PER_S // 20, 0.0)
+        async with asyncio.timeout(20.0):
+            await reported.wait()
+        watchdog.close()
+
+    asyncio.run(run())
 
 
 def test_hang_is_reported_once_for_each_process() -> None:
@@ -227,6 +254,40 @@ def test_worker_is_recycled_after_its_batch_limit() -> None:
         assert harness.due == []
         harness.recycling.check(pool[0])
     assert harness.due == [0]
+
+
+def test_new_batch_limit_counts_from_the_start_of_the_process() -> None:
+    pool = workers(1)
+    pool[0].batches = 1000
+    harness = RecyclingHarness(pool)
+    pool[0].batches = 1010
+
+    async def run() -> None:
+        harness.recycling.configure(WorkersConfig(recycle_batches=11))
+        assert harness.due == [] and pool[0].recycle_at == 1011
+        harness.recycling.configure(WorkersConfig(recycle_batches=10))
+        assert harness.due == [0]
+        harness.recycling.configure(WorkersConfig())
+        assert pool[0].recycle_at == NEVER
+        harness.recycling.close()
+
+    asyncio.run(run())
+
+
+def test_new_memory_limit_starts_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recycling_module, "resident_bytes", lambda pid: 101)
+    pool = workers(1)
+    harness = RecyclingHarness(pool)
+    pool[0].opened_ns -= SERVICE_MIN_NS
+
+    async def run() -> None:
+        for limit in (101, 100):
+            assert harness.due == []
+            harness.recycling.configure(WorkersConfig(recycle_rss_bytes=limit))
+        assert harness.due == [0]
+        harness.recycling.close()
+
+    asyncio.run(run())
 
 
 def test_worker_is_recycled_above_its_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,6 +509,25 @@ def test_text_of_a_process_exit(
     assert explanation in process_exit.explanation and bool(explanation) == bool(
         process_exit.explanation
     )
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_new_settings_reach_all_parts(is_first: bool) -> None:
+    """Only the first gateway process recycles workers."""
+    received: list[Any] = []
+    supervisor: Any = object.__new__(Supervisor)
+    supervisor.member = SimpleNamespace(is_first=is_first)
+    supervisor._spawner = SimpleNamespace(settings=None)
+    for name in ("_watchdog", "_quarantines", "recycling"):
+        part = SimpleNamespace(configure=lambda *values: received.append(values))
+        setattr(supervisor, name, part)
+    config = Config(workers=WorkersConfig(hang_s=2.0, hang_factor=3.0, crash_loop=7))
+    supervisor.configure(config)
+    settings = config.workers
+    recycling = [(settings,)] if is_first else []
+    assert received == [(2 * NS_PER_S, 3.0), (settings,), *recycling]
+    assert supervisor._spawner.settings is supervisor._settings is settings
+    assert supervisor.config is config
 
 
 def test_unresponsive_worker_is_lost_unless_its_slot_was_reassigned() -> None:

@@ -12,7 +12,7 @@ from support.gpus import ONE
 from iskander.config.loader import load_config, require_model
 from iskander.config.models import LaneConfig, ModelConfig
 from iskander.config.schema import Config
-from iskander.control.messages import ModelSpec
+from iskander.control.messages import LoadFailed, LoadStep, ModelSpec
 from iskander.errors import ConfigError, IskanderError
 from iskander.repository.specs import model_spec
 from iskander.scheduling.lane import Lane
@@ -57,6 +57,19 @@ def test_lower_limit_of_the_configuration_is_kept(tmp_path: Path) -> None:
     assert made.provider_options == {"cuda": {"gpu_mem_limit": str(GIB)}}
 
 
+def test_budget_limits_the_workspace_of_engines_too(tmp_path: Path) -> None:
+    """A build tries kernels with as much memory as it may use, beside served models."""
+    both = {"execution_providers": ["tensorrt", "cuda"], "gpu_memory_bytes": 5 * GIB}
+    made = spec(tmp_path, **both, provider_options={"tensorrt": {"trt_fp16_enable": True}})
+    assert made.provider_options == {
+        "tensorrt": {"trt_fp16_enable": "1", "trt_max_workspace_size": str(5 * GIB)},
+        "cuda": {"gpu_mem_limit": str(5 * GIB)},
+    }
+    lower = {"tensorrt": {"trt_max_workspace_size": GIB}}
+    made = spec(tmp_path, **both, provider_options=lower)
+    assert made.provider_options["tensorrt"] == {"trt_max_workspace_size": str(GIB)}
+
+
 def test_model_without_a_budget_has_only_the_options_of_the_configuration(tmp_path: Path) -> None:
     assert spec(tmp_path).provider_options == {}
 
@@ -84,6 +97,14 @@ def test_worker_without_a_gpu_gets_no_provider_of_one(tmp_path: Path) -> None:
             "gpu_mem_limit = 6 is more than models[0].gpu_memory_bytes = 5",
         ),
         ({"provider_options": {"cuda": {"gpu_mem_limit": "1G"}}}, "expected a number of bytes"),
+        (
+            {
+                "execution_providers": ["tensorrt", "cuda"],
+                "gpu_memory_bytes": 5,
+                "provider_options": {"tensorrt": {"trt_max_workspace_size": 6}},
+            },
+            "trt_max_workspace_size = 6 is more than models[0].gpu_memory_bytes = 5",
+        ),
         ({"backend": "remote", "placement": "gpu"}, "a remote model needs no GPU"),
     ],
 )
@@ -187,6 +208,30 @@ def test_model_that_exceeds_the_rest_of_the_budget_is_refused(gpu: Gpu) -> None:
     refusal = loads.lanes[2].refusal
     assert refusal is not None
     assert "11 GiB needed (`a/1` 4 GiB, `b/1` 5 GiB, `c/1` 2 GiB), 10 GiB available" in str(refusal)
+
+
+def test_models_that_may_build_engines_are_loaded_last(gpu: Gpu) -> None:
+    loads = Loads(gpu, 10 * GIB, {"built": GIB, "a": GIB, "b": GIB})
+    built = msgspec.structs.replace(loads.lanes[0].model, execution_providers=("tensorrt", "cuda"))
+    loads.lanes[0].model = built
+    assert loads.load() == ["a", "b", "built"]
+
+
+def test_step_of_a_load_is_that_of_its_model_until_the_answer(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    loads = Loads(gpu, 10 * GIB, {"a": GIB})
+    loads.loader.load_next(loads.worker)
+    with caplog.at_level("INFO"):
+        loads.loader.on_step(loads.worker, LoadStep(7, "building", 9.0))
+        assert loads.worker.load_step == ""
+        loads.loader.on_step(loads.worker, LoadStep(0, "building TensorRT engines", 20.4))
+    assert loads.worker.load_step == "a/1: building TensorRT engines, 20 s"
+    assert [each.getMessage() for each in caplog.records] == [
+        "worker 0: a/1: building TensorRT engines, 20 s"
+    ]
+    loads.loader.on_answer(loads.worker, LoadFailed(0, "manifest", "no"))
+    assert loads.worker.load_step == ""
 
 
 def test_model_without_a_budget_is_refused_beside_others(gpu: Gpu) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.gpus import (
+    CONTAINER,
     DGX,
     H100_BYTES,
     MACHINES,
@@ -20,7 +21,7 @@ from support.gpus import (
 )
 
 from iskander.supervision.gpus.device import Gpu, environment_of, pci_address, visible
-from iskander.supervision.gpus.inventory import cards_without_driver, read_gpus
+from iskander.supervision.gpus.inventory import read_gpus, unusable_cards
 from iskander.supervision.topology import parse_cpu_list
 
 SLICES = [slice_uuid(1, gi) for gi in (2, 3, 9)]
@@ -77,18 +78,40 @@ def test_nvml_alone_is_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize("has_nvml", [True, False])
 def test_machine_without_a_card_has_no_device(tmp_path: Path, has_nvml: bool) -> None:
     assert MACHINES["none"].gpus(tmp_path, has_nvml=has_nvml) == ()
-    assert cards_without_driver(tmp_path) == []
+    assert unusable_cards(tmp_path) == []
+
+
+def test_container_has_the_cards_that_the_driver_shows_and_no_note_on_others(
+    tmp_path: Path,
+) -> None:
+    for has_nvml in (True, False):
+        (gpu,) = CONTAINER.gpus(tmp_path, has_nvml=has_nvml)
+        assert (gpu.number, gpu.uuid, gpu.node) == ("0", uuid_of(4), 1)
+        assert gpu.cpus == parse_cpu_list("56-111,168-223")
+    assert unusable_cards(tmp_path) == []
+
+
+def test_card_that_does_not_answer_is_no_device_and_keeps_its_number(tmp_path: Path) -> None:
+    gpus = DGX._replace(cards=DGX.cards[1:3]).gpus(tmp_path)
+    assert [(gpu.number, gpu.uuid) for gpu in gpus] == [("1", uuid_of(1)), ("2", uuid_of(2))]
 
 
 def test_excluded_card_is_no_device_and_one_without_a_driver_is_reported(tmp_path: Path) -> None:
     files = card_files("0000:17:00.0", 0, 0, "0", excluded="Yes") | {
+        "sys/bus/pci/devices/0000:31:00.0/vendor": "0x10de",
+        "sys/bus/pci/devices/0000:31:00.0/class": "0x030200",
+        "sys/bus/pci/devices/0000:31:00.0/uevent": "DRIVER=vfio-pci\nPCI_CLASS=30200",
         "sys/bus/pci/devices/0000:65:00.0/vendor": "0x10de",
         "sys/bus/pci/devices/0000:65:00.0/class": "0x030000",
         "sys/bus/pci/devices/0000:65:00.1/vendor": "0x10de",
         "sys/bus/pci/devices/0000:65:00.1/class": "0x040300",
     }
     assert ONE._replace(files=files).gpus(tmp_path, has_nvml=False) == ()
-    assert cards_without_driver(tmp_path) == ["0000:17:00.0", "0000:65:00.0"]
+    assert unusable_cards(tmp_path) == [
+        "0000:17:00.0 (excluded by its driver)",
+        "0000:31:00.0 (vfio-pci)",
+        "0000:65:00.0 (no driver)",
+    ]
 
 
 @pytest.mark.parametrize(
