@@ -39,14 +39,15 @@ def _show(arguments: argparse.Namespace) -> int:
     for section, key in (setting.path.split(".") for setting in settings()):
         if section not in TABLES:
             value = render_value(getattr(getattr(config, section), key))
-            rows.append((f"{section}.{key}", value, origins.get(f"{section}.{key}", "default")))
+            rows.append((f"{section}.{key}", origins.get(f"{section}.{key}", "default"), value))
     rows += [
-        (f"{name}[{index}].{key}", render_value(getattr(table, key)), "")
+        (f"{name}[{index}].{key}", "", render_value(getattr(table, key)))
         for name in TABLES
         for index, table in enumerate(getattr(config, name))
         for key in table.__struct_fields__
     ]
-    command.print_table(("setting", "value", "from"), rows)
+    # The value is last: it may be long.
+    command.print_table(("setting", "from", "value"), rows)
     return ExitCode.DONE
 
 

@@ -39,6 +39,8 @@ def add_commands(commands: Commands) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    from iskander_worker.loading.engines import preload_libraries
+
     from iskander.control.runtime_directory import runtime_path
     from iskander.doctor.checks.subject import Subject
     from iskander.doctor.demand import default_demand, demand_of
@@ -63,9 +65,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     environment = dict(facts.environment)
     runtime = runtime_path(demand.config, environment, facts.uid)
     cache = loading_spec(demand.config, environment).cache
-    findings = diagnose(
-        Subject(facts, probe(runtime, cache, demand.providers, facts.mounts), demand)
-    )
+    probes = probe(runtime, cache, demand.providers, facts.mounts, preload_libraries)
+    findings = diagnose(Subject(facts, probes, demand))
     if arguments.json:
         command.print_json(_to_json(findings))
     else:

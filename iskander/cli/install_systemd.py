@@ -39,6 +39,7 @@ def add_commands(commands: Commands) -> None:
     add("--user", default="iskander", metavar="NAME", help=sentence)
     add("--dry-run", action="store_true", help="print the files, write nothing")
     add("--force", action="store_true", help="overwrite files that were changed")
+    command.add_json(parser)
 
 
 def _install(arguments: argparse.Namespace) -> int:
@@ -54,15 +55,28 @@ def _install(arguments: argparse.Namespace) -> int:
     files = {name: with_head(text) for name, text in sorted(rendered.items())}
     folder: Path = arguments.prefix
     if arguments.dry_run:
-        command.print_lines(*(f"--- {folder / name}\n{text}" for name, text in files.items()))
+        states = dict.fromkeys(files, "not written")
     else:
         changed = [] if arguments.force else _changed(folder, files)
         if changed:
             names = ", ".join(map(str, changed))
             raise ConfigError(f"not overwritten, because it was changed: {names}; see --force")
-        command.print_lines(*_write(folder, files))
-    command.print_lines(*(f"note: {note}" for note in (*notes(to), *_orphans(folder, to))))
-    command.print_lines("", "Then, as root:", *(f"  {line}" for line in _next_commands(folder, to)))
+        states = {name: _write(folder / name, text) for name, text in files.items()}
+    found = [*notes(to), *_orphans(folder, to)]
+    then = list(_next_commands(folder, to))
+    if arguments.json:
+        written = [
+            {"path": str(folder / name), "state": states[name], "text": text}
+            for name, text in files.items()
+        ]
+        command.print_json({"files": written, "notes": found, "commands": then})
+        return ExitCode.DONE
+    if arguments.dry_run:
+        command.print_lines(*(f"--- {folder / name}\n{text}" for name, text in files.items()))
+    else:
+        command.print_lines(*(f"{state}: {folder / name}" for name, state in states.items()))
+    command.print_lines(*(f"note: {note}" for note in found))
+    command.print_lines("", "Then, as root:", *(f"  {line}" for line in then))
     return ExitCode.DONE
 
 
@@ -127,23 +141,20 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _write(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
-    """Write each file whose content differs; yield a line for each."""
-    for name, text in files.items():
-        path = folder / name
-        if path.exists() and _read(path) == text:
-            yield f"unchanged: {path}"
-            continue
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text)
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-        yield f"written: {path}"
+def _write(path: Path, text: str) -> str:
+    """Write a file whose content differs; return its state."""
+    if path.exists() and _read(path) == text:
+        return "unchanged"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    return "written"
 
 
 def _orphans(folder: Path, to: Installation) -> Iterator[str]:

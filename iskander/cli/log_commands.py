@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from iskander.cli import command
 from iskander.cli.command import UsageError, print_lines
 from iskander.exit_codes import ExitCode
 from iskander.logs.catalog import EVENTS, GROUPS, events_of, level_name
+from iskander.logs.recognition import recognize
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from iskander.cli.command import Commands
     from iskander.logs.event import Event
 
@@ -20,29 +24,46 @@ def add_commands(commands: Commands) -> None:
     """Add the commands."""
     logs = commands.add_parser("logs", help="explain the events of a server's log")
     kinds = logs.add_subparsers(required=True, metavar="KIND")
-    sentence = "the meaning of an event, and what to do about it"
+    sentence = "the meaning of an event or a line, and what to do about it"
     explain = command.add_command(kinds, "explain", _explain, sentence, command.add_json)
-    explain.add_argument("event", metavar="EVENT", help="`event` of a JSON line, or from the list")
+    explain.add_argument(
+        "event",
+        metavar="EVENT",
+        help="name of an event, or a line of the log in quotes; `-`: the lines of stdin",
+    )
     command.add_command(kinds, "list", _list, "every event of the log", command.add_json)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    event = EVENTS.get(arguments.event)
-    if event is None:
-        near = difflib.get_close_matches(arguments.event, EVENTS, n=3)
+    text: str = arguments.event
+    events = _events_of_lines(sys.stdin if text == "-" else [text])
+    if text in EVENTS:
+        events = [EVENTS[text]]
+    if not events:
+        near = difflib.get_close_matches(text, EVENTS, n=3)
         hint = f"; similar: {', '.join(near)}" if near else "; see `iskander logs list`"
-        raise UsageError(f"no event `{arguments.event}`{hint}")
+        raise UsageError(f"no event in `{text}`{hint}")
     if arguments.json:
-        command.print_json(_json(event))
+        command.print_json(_json(events[0]) if text in EVENTS else [_json(each) for each in events])
         return ExitCode.DONE
+    for index, event in enumerate(events):
+        print_lines(*[""] * bool(index), *_describe(event))
+    return ExitCode.DONE
+
+
+def _events_of_lines(lines: Iterable[str]) -> list[Event[Any]]:
+    """Return the events of lines, each once, in the order of their first lines."""
+    return list(dict.fromkeys(event for line in lines for event in recognize(line)))
+
+
+def _describe(event: Event[Any]) -> list[str]:
     fields = ", ".join(f"{name} ({kind.__name__})" for name, kind in event.fields.items())
-    print_lines(
+    return [
         f"{event.name}: {level_name(event)}, logger {event.logger_name}",
         f"meaning: {event.meaning}",
         f"to do: {event.advice or 'Nothing.'}",
         f"fields: {fields or 'none'}",
-    )
-    return ExitCode.DONE
+    ]
 
 
 def _list(arguments: argparse.Namespace) -> int:

@@ -21,11 +21,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from iskander.cli import command
 from iskander.errors import ConfigError, FilterError, IskanderError, ModelMoved
 from iskander.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from iskander.client import Client
+    from iskander.scoring.dry_run import DryRun
     from iskander.scoring.job import Job
     from iskander.scoring.journal import Journal
     from iskander.scoring.plan import Unit
@@ -96,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="show the plan; score one batch")
     add("--progress", default="auto", metavar="KIND", help="auto, bar, plain, json or none")
     add("--report", metavar="FILE", help="report as JSON; - is stderr")
+    command.add_json(group)
 
 
 def run(arguments: argparse.Namespace, token: str | None) -> int:
@@ -123,6 +126,8 @@ def _run(arguments: argparse.Namespace, token: str | None) -> int:
     if arguments.engine not in ENGINES:
         raise ConfigError(f"--engine {arguments.engine}: expected {' or '.join(ENGINES)}")
     model, version = _model(arguments)
+    if arguments.json and arguments.output == "-" and not arguments.dry_run:
+        raise ConfigError("--json: the output is standard output; use --report")
     job = _job(arguments, model, version)
     # Wrong usage is reported before a server starts.
     if job.filter is not None:
@@ -310,7 +315,12 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
         stack.callback(source.close)
         planned = plan_job(job, source, description)
         if arguments.dry_run:
-            _print_plan(job, planned, source, server.client, journal)
+            from iskander.scoring.dry_run import dry_run
+
+            _print_plan(
+                arguments,
+                dry_run(job, planned, source=source, client=server.client, journal=journal),
+            )
             return ExitCode.DONE
         return _run_job(arguments, job, planned, source, server, journal)
 
@@ -386,8 +396,8 @@ def _print_resume(journal: Journal | None) -> None:
     if journal is None or not (journal.folder / "plan.json").exists():
         return
     words = [each for each in sys.argv[1:] if each not in ("--restart", "--resume")]
-    command = shlex.join(["iskander", *words, "--resume"])
-    sys.stderr.write(f"{len(journal.finished())} units are finished. Resume with:\n  {command}\n")
+    resume = shlex.join(["iskander", *words, "--resume"])
+    sys.stderr.write(f"{len(journal.finished())} units are finished. Resume with:\n  {resume}\n")
 
 
 def _write_report(arguments: argparse.Namespace, report: Report) -> None:
@@ -398,71 +408,18 @@ def _write_report(arguments: argparse.Namespace, report: Report) -> None:
             _say(f"{arguments.report}: cannot be written: {error.strerror}")
     elif arguments.report:
         sys.stderr.write(json.dumps(report.to_json()) + "\n")
+    if arguments.json:
+        command.print_json(report.to_json())
     if arguments.progress != "none":
         sys.stderr.writelines(f"{line}\n" for line in report.lines())
 
 
-def _print_plan(
-    job: Job, planned: Planned, source: Source, client: Client, journal: Journal | None
-) -> None:
-    """Print what the job would do."""
-    from iskander.scoring.runner import memory_bytes
-
-    plan = planned.plan
-    rows = "unknown" if plan.rows is None else f"{plan.rows:,}"
-    lines = [
-        f"model     {plan.model}, version {plan.version}",
-        f"input     {plan.snapshot.get('kind')}: {len(plan.units)} units, {rows} rows"
-        f"{' before the filter' if job.filter else ''}, {plan.bytes:,} bytes",
-        f"output    {job.output}: {', '.join(planned.output.names)}",
-        f"memory    {memory_bytes(job):,} bytes at most in queues and files",
-    ]
-    columns, accepted = planned.matching.schema, planned.read
-    for name in planned.description.input_types:
-        column = job.columns.get(name, name)
-        top = name.partition(".")[0]
-        given = accepted.field(column).type if column in accepted.names else "field"
-        sent = columns.field(top).type if top in columns.names else given
-        cast = "" if given == sent else f", cast to {sent}"
-        lines.append(f"column    {name} <- {column}: {given}{cast}")
-    lines.append(f"resume    {_resume_text(planned, journal)}")
-    if source.is_resumable:
-        lines.append(f"estimate  {_estimate(job, planned, source, client)}")
-    # Standard output is free: nothing else is written to it in a dry run.
-    sys.stdout.writelines(f"{line}\n" for line in lines)
-
-
-def _resume_text(planned: Planned, journal: Journal | None) -> str:
-    earlier = None if journal is None else journal.plan()
-    if earlier is None or journal is None:
-        return "no earlier run"
-    if earlier.fingerprint != planned.plan.fingerprint:
-        return f"{journal.folder} has another job; --restart deletes it"
-    with (journal.folder / "journal.jsonl").open("rb") as file:
-        count = len({json.loads(line)["index"] for line in file if line.endswith(b"\n")})
-    return f"skips {count} finished units"
-
-
-def _estimate(job: Job, planned: Planned, source: Source, client: Client) -> str:
-    """Score the first batch, and scale its time."""
-    from iskander.scoring.planning import score_first
-    from iskander.scoring.rows import is_row_error
-
-    try:
-        first = score_first(job, planned, source, client)
-    except IskanderError as error:
-        if job.on_error == "fail" or not is_row_error(error):
-            raise
-        return f"none, because the first batch has a rejected row: {error.message}"
-    if first is None:
-        return "no rows in the first unit"
-    rows, seconds = first
-    text = f"{rows:,} rows in {seconds:.3f} s"
-    total = planned.plan.rows
-    if total is None:
-        return text
-    total = total if job.limit is None else min(total, job.limit)
-    return f"{text}; about {total * seconds / rows:,.0f} s on one stream"
+def _print_plan(arguments: argparse.Namespace, plan: DryRun) -> None:
+    """Print what the job would do; nothing else is written to standard output in a dry run."""
+    if arguments.json:
+        command.print_json(plan.to_json())
+    else:
+        command.print_lines(*plan.lines())
 
 
 def _say(text: str) -> None:

@@ -163,10 +163,9 @@ def _reload(arguments: argparse.Namespace) -> int:
         command.print_json(outcome)
         return ExitCode.DONE
     if "state" in outcome:
-        print_lines("replacing the processes one by one; the server's log has the outcome")
+        print_lines("all processes reload the settings; the server's log has the outcome")
         return ExitCode.DONE
-    for title, key in (("changed", "changed"), ("needs a restart", "needs_restart")):
-        print_lines(f"{title}: {', '.join(outcome[key]) or 'nothing'}")
+    print_lines(f"changed: {', '.join(outcome['changed']) or 'nothing'}")
     return ExitCode.DONE
 
 

@@ -190,11 +190,11 @@ class Client:
         """Apply the changed settings of the server's configuration file.
 
         Returns:
-            `{"changed": [...], "needs_restart": [...]}`, or `{"state": "rolling"}` if the server
-            has several processes, which it replaces one by one.
+            `{"changed": [...]}`, or `{"state": "reloading"}` if the server has several processes,
+            which continue without the caller.
 
         Raises:
-            ConfigError: The file is invalid; nothing changed.
+            ConfigError: The file is invalid, or a change in it needs a restart; nothing changed.
             PermissionDenied: As `drain`.
         """
         return self._action("reload", dict)

@@ -31,6 +31,8 @@ _AGE_JITTER = 0.2
 PROBE_TIMEOUT_S = 2.0
 _PROBE_FIRST_S = 0.1
 _PROBE_MAX_S = 5.0
+_DOUBLINGS_MAX = 16
+"""Keeps the power finite for any number of probes."""
 PREFERRED_PROBE_MAX_S = 1.0
 """Maximum wait between two probes of the preferred target."""
 _AGAIN_S = 30.0
@@ -285,7 +287,8 @@ class Targets:
             is_ready = bool(lease.connection.health(PROBE_TIMEOUT_S)["ready"])
         target.probes += 1
         wait_max_s = PREFERRED_PROBE_MAX_S if target.is_preferred else _PROBE_MAX_S
-        wait_s = min(_PROBE_FIRST_S * 2.0**target.probes, wait_max_s)
+        doublings = min(target.probes, _DOUBLINGS_MAX)
+        wait_s = min(_PROBE_FIRST_S * 2.0**doublings, wait_max_s)
         due_ns = self._now_ns() + _ns(wait_s * random.uniform(0.8, 1.2))
         target.left_ns = None if is_ready else due_ns
         target.returns += is_ready

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +37,8 @@ class AccessConfig(Section, frozen=True, kw_only=True):
             the event stream have neither.
     """
 
+    restart_reason: ClassVar[str] = "the watched files and the rules are chosen at the start"
+
     tokens: str = ""
     anonymous: tuple[str, ...] = ()
     audit_file: str = ""
@@ -54,6 +56,8 @@ class TlsConfig(Section, frozen=True, kw_only=True):
             that issues them; reloaded when it changes. Open connections continue. With a list that
             has expired or is missing, no certificate of that CA is accepted. Empty: no lists.
     """
+
+    restart_reason: ClassVar[str] = "the watched files are chosen at the start"
 
     certificate: str = ""
     key: str = ""

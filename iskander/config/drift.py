@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -40,6 +40,8 @@ class DriftConfig(Section, frozen=True, kw_only=True):
         new_labels: Share of labels that the reference does not have, above which a column drifts.
     """
 
+    restart_reason: ClassVar[str] = "the observer process receives it at its start"
+
     enabled: bool = False
     window_s: Annotated[float, Meta(ge=6, le=604_800)] = 3600.0
     rows_min: Annotated[int, Meta(ge=50, le=1_000_000_000)] = 500
@@ -61,6 +63,8 @@ class ModelDriftConfig(Section, frozen=True, kw_only=True):
     Attributes:
         share: Share of its requests that are summarized: 0 to 1.
     """
+
+    restart_reason: ClassVar[str] = "the observer process receives it at its start"
 
     share: Share = 0.0
 

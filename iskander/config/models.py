@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -46,6 +46,8 @@ class LoadingConfig(Section, frozen=True, kw_only=True):
         public_key: Ed25519 public key, 32 bytes as base64. If set, a model needs a valid
             `manifest.toml.sig` and a hash of each of its files in the manifest.
     """
+
+    restart_reason: ClassVar[str] = "models are loaded with it"
 
     sandbox: bool = True
     sandbox_s: Seconds = 60.0
@@ -102,6 +104,8 @@ class LaneConfig(Section, frozen=True, kw_only=True):
         weight: Relative share of the workers among all models.
     """
 
+    restart_reason: ClassVar[str] = "a queue is built with it when the model is loaded"
+
     policy: Annotated[str, Meta(min_length=1)] = "deadline_aware"
     linger_us: Live[Annotated[int, Meta(ge=0, le=10_000_000)]] = 0
     preferred_batch_rows: Live[tuple[Positive, ...]] = ()
@@ -143,8 +147,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
             `any` for both; the latter use the execution providers without a GPU. Empty: `gpu` if
             `execution_providers` names cuda or tensorrt, else `cpu`.
         gpu_memory_bytes: Memory of a GPU for the model: weights and workspace. It is the model's
-            `gpu_mem_limit` unless `provider_options` sets a lower one. 0: not declared; such a
-            model does not share a GPU with another one.
+            `gpu_mem_limit` and `trt_max_workspace_size` unless `provider_options` sets lower ones.
+            0: not declared; such a model does not share a GPU with another one.
         intra_threads: Threads within an operator; 0: one for each physical core of the worker,
             because SMT siblings share its arithmetic units.
         inter_threads: Operators in parallel, with parallel_execution; 0: 1.
@@ -162,6 +166,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
             to 1), columns to `omit`, columns to `hash`.
         drift: `[models.drift]` table: `share` of its requests that are summarized (0 to 1).
     """
+
+    restart_reason: ClassVar[str] = "the models of the file are loaded at the start"
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}\Z")]
     path: Annotated[str, Meta(min_length=1)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from iskander.config.section import MIB, Positive, Seconds, Section, require
+from iskander.config.section import MIB, Live, Positive, Seconds, Section, require
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 ColumnNames = Annotated[
@@ -26,9 +26,11 @@ class ObservationConfig(Section, frozen=True, kw_only=True):
             dropped.
     """
 
-    held_requests: Annotated[int, Meta(ge=1, le=16_384)] = 256
-    held_bytes: Positive = 32 * MIB
-    held_s: Seconds = 5.0
+    restart_reason: ClassVar[str] = "the observer process receives it at its start"
+
+    held_requests: Live[Annotated[int, Meta(ge=1, le=16_384)]] = 256
+    held_bytes: Live[Positive] = 32 * MIB
+    held_s: Live[Seconds] = 5.0
     buffer_bytes: Positive = 128 * MIB
 
 
@@ -51,6 +53,8 @@ class PredictionLogConfig(Section, frozen=True, kw_only=True):
         key_file: File with 32 to 4096 random bytes, the key of hashed columns; relative to this
             file. Created if it does not exist. Required to hash columns.
     """
+
+    restart_reason: ClassVar[str] = "the observer process receives it at its start"
 
     path: str = ""
     file_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 128 * MIB
@@ -76,6 +80,8 @@ class ModelLogConfig(Section, frozen=True, kw_only=True):
             the log of the model.
         hash: Columns whose values are replaced by keyed hashes; as `omit`.
     """
+
+    restart_reason: ClassVar[str] = "the observer process receives it at its start"
 
     share: Share = 0.0
     omit: ColumnNames = ()

@@ -10,11 +10,11 @@ import msgspec
 from iskander.config.models import ModelConfig
 from iskander.config.repository import ModelFile
 from iskander.config.schema import Config
-from iskander.config.section import is_live
+from iskander.config.section import Section, is_live
 from iskander.config.sources import SourceConfig
 from iskander.contract.manifest_schema import keys_of
 
-TABLES = {"models": ModelConfig, "sources": SourceConfig}
+TABLES: dict[str, type[Section]] = {"models": ModelConfig, "sources": SourceConfig}
 """Sections that are lists of tables."""
 
 
@@ -33,6 +33,14 @@ def settings() -> Iterator[Setting]:
     for section in msgspec.structs.fields(Config):
         kind = TABLES.get(section.name, section.type)
         yield from _settings_of(kind, f"{section.name}.")
+
+
+def restart_reasons() -> Iterator[tuple[str, str]]:
+    """Yield each section with settings that are not live, and why a restart is needed."""
+    for section in msgspec.structs.fields(Config):
+        kind = TABLES.get(section.name, section.type)
+        if not all(map(is_live, msgspec.structs.fields(kind))):
+            yield section.name, kind.restart_reason
 
 
 def model_file_settings() -> Iterator[Setting]:

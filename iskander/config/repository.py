@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, field
@@ -51,6 +51,8 @@ class RepositoryConfig(Section, frozen=True, kw_only=True):
         settle_ms: Milliseconds without changes in a version's folder before a change is applied.
         rescan_s: Seconds between folder scans if no change is reported.
     """
+
+    restart_reason: ClassVar[str] = "the folder is watched with it from the start"
 
     path: str = ""
     control: Literal["watched", "explicit"] = "watched"

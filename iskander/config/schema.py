@@ -7,7 +7,7 @@ reads them from a file.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -66,6 +66,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             calls, for clients and proxies with `weighted_round_robin`: about 150 bytes a call.
     """
 
+    restart_reason: ClassVar[str] = "listeners and processes are set up at the start"
+
     address: str | tuple[str, ...] = "127.0.0.1:50051"
     unix_mode: Annotated[str, Meta(pattern=r"^0?[0-7]{3}\Z")] = "0660"
     unix_owner: str = ""
@@ -73,10 +75,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     cores: str = ""
     processes: Annotated[int, Meta(ge=1, le=256)] = 1
     busy_poll_us: PollMicroseconds = 0
-    drain_s: Seconds = 30.0
+    drain_s: Live[Seconds] = 30.0
     lame_duck_s: Live[Annotated[float, Meta(ge=0, le=3600)]] = 0.0
-    max_connection_age_s: NotNegativeSeconds = 0.0
-    max_connection_age_grace_s: NotNegativeSeconds = 0.0
+    max_connection_age_s: Live[NotNegativeSeconds] = 0.0
+    max_connection_age_grace_s: Live[NotNegativeSeconds] = 0.0
     load_reports: bool = False
 
 
@@ -110,14 +112,14 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     string_bytes: Live[Positive] = 16 * MIB
     result_bytes: Live[Positive] = 1024 * MIB
     nesting: Live[Annotated[int, Meta(ge=1, le=64)]] = 16
-    message_bytes: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 72 * MIB
+    message_bytes: Live[Annotated[int, Meta(ge=1, le=2**31 - 1)]] = 72 * MIB
     streams: Live[Positive] = 1024
     window_batches: Live[Positive] = 8
     window_bytes: Live[Positive] = 64 * MIB
     arena_wait_ms: Live[NotNegative] = 5000
-    connections: Positive = 10_000
-    source_percent: Annotated[int, Meta(ge=1, le=100)] = 25
-    receive_bytes: NotNegative = 0
+    connections: Live[Positive] = 10_000
+    source_percent: Live[Annotated[int, Meta(ge=1, le=100)]] = 25
+    receive_bytes: Live[NotNegative] = 0
 
 
 class TimeoutsConfig(Section, frozen=True, kw_only=True):
@@ -134,12 +136,12 @@ class TimeoutsConfig(Section, frozen=True, kw_only=True):
         response_s: Seconds during which a client reads nothing of a response.
     """
 
-    preface_s: ShortSeconds = 10.0
-    headers_s: ShortSeconds = 10.0
-    idle_s: Seconds = 60.0
-    keepalive_s: ShortSeconds = 20.0
-    message_s: ShortSeconds = 30.0
-    response_s: Seconds = 300.0
+    preface_s: Live[ShortSeconds] = 10.0
+    headers_s: Live[ShortSeconds] = 10.0
+    idle_s: Live[Seconds] = 60.0
+    keepalive_s: Live[ShortSeconds] = 20.0
+    message_s: Live[ShortSeconds] = 30.0
+    response_s: Live[Seconds] = 300.0
 
 
 class WorkersConfig(Section, frozen=True, kw_only=True):
@@ -183,6 +185,8 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
             end of it without `spawn`; 0: no limit.
     """
 
+    restart_reason: ClassVar[str] = "workers are placed and set up when they start"
+
     groups: Literal["auto", "l3"] | tuple[str, ...] = "auto"
     count: UpTo1024 = 0
     gpu_reserve_bytes: NotNegative = 1024 * MIB
@@ -191,15 +195,15 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
     spawn: bool = True
     busy_poll_us: PollMicroseconds = 0
     start_s: Seconds = 120.0
-    hang_s: Seconds = 30.0
-    hang_factor: Annotated[float, Meta(ge=0, le=1_000_000)] = 20.0
+    hang_s: Live[Seconds] = 30.0
+    hang_factor: Live[Annotated[float, Meta(ge=0, le=1_000_000)]] = 20.0
     quorum: Annotated[int, Meta(ge=1, le=1024)] = 1
-    recycle_batches: NotNegative = 0
-    recycle_rss_bytes: NotNegative = 0
-    crash_loop: Annotated[int, Meta(ge=1, le=1000)] = 5
-    model_deaths: Annotated[int, Meta(ge=0, le=1000)] = 3
-    model_deaths_s: Seconds = 300.0
-    quarantine_s: Seconds = 60.0
+    recycle_batches: Live[NotNegative] = 0
+    recycle_rss_bytes: Live[NotNegative] = 0
+    crash_loop: Live[Annotated[int, Meta(ge=1, le=1000)]] = 5
+    model_deaths: Live[Annotated[int, Meta(ge=0, le=1000)]] = 3
+    model_deaths_s: Live[Seconds] = 300.0
+    quarantine_s: Live[Seconds] = 60.0
     reattach_s: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
 
 
@@ -214,6 +218,8 @@ class ArenaConfig(Section, frozen=True, kw_only=True):
         lock: Lock the arenas in memory, up to the limit of locked memory. The log contains the
             result.
     """
+
+    restart_reason: ClassVar[str] = "shared memory is allocated at the start"
 
     input_bytes: Positive = 256 * MIB
     output_bytes: Positive = 64 * MIB
@@ -233,10 +239,12 @@ class SharedMemoryConfig(Section, frozen=True, kw_only=True):
         regions: Regions allocated at once.
     """
 
+    restart_reason: ClassVar[str] = "the socket is opened at the start"
+
     path: str = ""
-    region_bytes: Positive = 256 * MIB
-    total_bytes: Positive = 1024 * MIB
-    regions: Positive = 64
+    region_bytes: Live[Positive] = 256 * MIB
+    total_bytes: Live[Positive] = 1024 * MIB
+    regions: Live[Positive] = 64
 
 
 class AdminConfig(Section, frozen=True, kw_only=True):
@@ -252,6 +260,8 @@ class AdminConfig(Section, frozen=True, kw_only=True):
             event, with its fields.
         triton_metrics: Add metrics of each model with the names of Triton (`nv_inference_*`).
     """
+
+    restart_reason: ClassVar[str] = "the admin port and the log format are set up at the start"
 
     address: str = "127.0.0.1:50052"
     page: bool = True
@@ -273,10 +283,12 @@ class InferentialConfig(Section, frozen=True, kw_only=True):
         connections: Clients connected at once.
     """
 
+    restart_reason: ClassVar[str] = "the listener is set up at the start"
+
     address: str = ""
     errors: Literal["silent", "metadata"] = "silent"
     newest_wins: bool = False
-    connections: Positive = 1024
+    connections: Live[Positive] = 1024
 
 
 class HttpConfig(Section, frozen=True, kw_only=True):
@@ -290,10 +302,12 @@ class HttpConfig(Section, frozen=True, kw_only=True):
         bodies_bytes: Bytes of all buffered requests and responses.
     """
 
+    restart_reason: ClassVar[str] = "the listener is set up at the start"
+
     address: str = ""
-    connections: Positive = 1024
-    json_bytes: Positive = MIB
-    bodies_bytes: Positive = 256 * MIB
+    connections: Live[Positive] = 1024
+    json_bytes: Live[Positive] = MIB
+    bodies_bytes: Live[Positive] = 256 * MIB
 
 
 class ExtensionsConfig(Section, frozen=True, kw_only=True):
@@ -302,6 +316,8 @@ class ExtensionsConfig(Section, frozen=True, kw_only=True):
     Attributes:
         protocols: Protocols of other distributions by name, each with a table of its own settings.
     """
+
+    restart_reason: ClassVar[str] = "protocols are created at the start"
 
     protocols: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
 
@@ -341,11 +357,6 @@ class Config(Section, frozen=True, kw_only=True):
         has_consumer = bool(self.prediction_log.path) or self.drift.enabled
         may_have_models = bool(self.repository.path) and has_consumer
         return may_have_models or any(model.observed_share for model in self.models)
-
-    @property
-    def has_shared_models(self) -> bool:
-        """Whether any model is, or may be, without workers of its own."""
-        return bool(self.repository.path) or not all(model.own_workers for model in self.models)
 
     @property
     def addresses(self) -> tuple[str, ...]:

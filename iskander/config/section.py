@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -29,7 +29,10 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of settings; an undeclared key is an error.
 
     The `Attributes:` of a section's docstring are the descriptions on the reference pages.
+    `restart_reason` is why its settings that are not `Live` need a restart.
     """
+
+    restart_reason: ClassVar[str] = ""
 
 
 def is_live(field: msgspec.structs.FieldInfo) -> bool:

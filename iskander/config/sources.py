@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from iskander.config.models import ModelConfig
-from iskander.config.section import MIB, NotNegativeSeconds, Positive, Seconds, Section, require
+from iskander.config.section import (
+    MIB,
+    Live,
+    NotNegativeSeconds,
+    Positive,
+    Seconds,
+    Section,
+    require,
+)
 
 COLUMNS_MAX = 10_000
 FILTER_CHARACTERS_MAX = 8192
@@ -33,6 +41,8 @@ class SourceConfig(Section, frozen=True, kw_only=True):
         unit_rows: Rows of one endpoint, rounded to row groups; by default an endpoint has 128 MiB
             of files at most.
     """
+
+    restart_reason: ClassVar[str] = "sources are created at the start"
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}\Z")]
     path: Annotated[str, Meta(min_length=1)]
@@ -67,18 +77,20 @@ class SourceReadsConfig(Section, frozen=True, kw_only=True):
         memory_bytes: Private memory of the process of one read.
     """
 
+    restart_reason: ClassVar[str] = "tickets are signed with it"
+
     locations: Annotated[
         tuple[Annotated[str, Meta(pattern=r"^grpc(\+tcp|\+tls|\+unix)?://\S{1,1000}\Z")], ...],
         Meta(max_length=LOCATIONS_MAX),
     ] = ()
     key_file: str = ""
-    ticket_s: Seconds = 3600.0
-    streams: Annotated[int, Meta(ge=1, le=256)] = 4
-    wait_s: Seconds = 30.0
-    endpoints: Annotated[int, Meta(ge=1, le=4096)] = 256
-    step_s: Seconds = 60.0
-    idle_s: NotNegativeSeconds = 30.0
-    memory_bytes: Positive = 2048 * MIB
+    ticket_s: Live[Seconds] = 3600.0
+    streams: Live[Annotated[int, Meta(ge=1, le=256)]] = 4
+    wait_s: Live[Seconds] = 30.0
+    endpoints: Live[Annotated[int, Meta(ge=1, le=4096)]] = 256
+    step_s: Live[Seconds] = 60.0
+    idle_s: Live[NotNegativeSeconds] = 30.0
+    memory_bytes: Live[Positive] = 2048 * MIB
 
 
 def require_sources(

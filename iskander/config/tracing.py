@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from iskander.config.section import Milliseconds, Section
+from iskander.config.section import Live, Milliseconds, Section
 
 
 class TracingConfig(Section, frozen=True, kw_only=True):
@@ -25,9 +25,11 @@ class TracingConfig(Section, frozen=True, kw_only=True):
             environment (`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`, `OTEL_EXPORTER_OTLP_ENDPOINT`).
     """
 
+    restart_reason: ClassVar[str] = "the export process receives it at its start"
+
     enabled: bool = False
-    ratio: Annotated[float, Meta(ge=0, le=1)] = 0.01
-    slow_ms: Milliseconds = 0.0
-    spans_per_s: Annotated[int, Meta(ge=100, le=1_000_000)] = 2000
-    queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
+    ratio: Live[Annotated[float, Meta(ge=0, le=1)]] = 0.01
+    slow_ms: Live[Milliseconds] = 0.0
+    spans_per_s: Live[Annotated[int, Meta(ge=100, le=1_000_000)]] = 2000
+    queue: Live[Annotated[int, Meta(ge=1, le=1_000_000)]] = 4096
     endpoint: Annotated[str, Meta(pattern=r"^(https?://\S+)?\Z")] = ""

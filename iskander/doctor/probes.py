@@ -49,15 +49,21 @@ class Probes(NamedTuple):
     runtimes: Runtimes = Runtimes()
 
 
-def probe(runtime: Path, cache: str, providers: Sequence[str], mounts: Sequence[Mount]) -> Probes:
-    """Make all attempts."""
+def probe(
+    runtime: Path,
+    cache: str,
+    providers: Sequence[str],
+    mounts: Sequence[Mount],
+    preload: Callable[[], None],
+) -> Probes:
+    """Make all attempts; `preload` loads the libraries of TensorRT, as workers do."""
     return Probes(
         segment=_probe_segment(),
         pidfd=_attempt(lambda: os.close(os.pidfd_open(os.getpid()))),
         memory_policy=_probe_memory_policy(),
         runtime=read_folder(runtime, mounts),
         cache=read_folder(Path(cache), mounts) if cache else Folder(""),
-        runtimes=read_runtimes(providers),
+        runtimes=read_runtimes(providers, preload),
     )
 
 

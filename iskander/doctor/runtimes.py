@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,10 +43,13 @@ class Runtimes(NamedTuple):
     gpus: tuple[Gpu, ...] = ()
 
 
-def read_runtimes(providers: Sequence[str]) -> Runtimes:
-    """Load the libraries of the execution providers, as ONNX Runtime would."""
+def read_runtimes(providers: Sequence[str], preload: Callable[[], None]) -> Runtimes:
+    """Load the libraries of the execution providers, as ONNX Runtime would.
+
+    `preload` loads those of TensorRT.
+    """
     driver, gpus = _read_gpus()
-    errors = tuple((name, _load_error(name)) for name in providers if name != "cpu")
+    errors = tuple((name, _load_error(name, preload)) for name in providers if name != "cpu")
     return Runtimes(_version(), errors, driver, gpus)
 
 
@@ -59,7 +62,7 @@ def _version() -> str:
     return ""
 
 
-def _load_error(provider: str) -> str:
+def _load_error(provider: str, preload: Callable[[], None]) -> str:
     spec = find_spec("onnxruntime")
     folder = Path(spec.origin).parent / "capi" if spec and spec.origin else Path()
     library = folder / f"libonnxruntime_providers_{provider}.so"
@@ -71,6 +74,8 @@ def _load_error(provider: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()):
             # As workers do; it prints the libraries that it does not find.
             onnxruntime.preload_dlls(directory="")
+        if provider == "tensorrt":
+            preload()
         # Defines symbols that the providers' libraries need.
         ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(library))

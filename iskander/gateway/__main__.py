@@ -22,7 +22,7 @@ from iskander.config.loader import Loaded, load_config
 from iskander.config.schema import Config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
 from iskander.exit_codes import ExitCode, summary
-from iskander.gateway.child_settings import read_settings
+from iskander.gateway.child_settings import RELOAD_SIGNAL, read_settings
 from iskander.gateway.systemd import keep_alive
 from iskander.logs import gateway as log
 from iskander.supervision.machine import plan_machine
@@ -114,7 +114,7 @@ async def _supervise(config: Config, arguments: argparse.Namespace) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, parent.on_signal)
-    loop.add_signal_handler(signal.SIGHUP, parent.roll)
+    loop.add_signal_handler(signal.SIGHUP, parent.reload)
     keep_alive()
     code = await parent.serve()
     return ExitCode.INTERRUPTED if parent.is_forced else code
@@ -157,6 +157,7 @@ async def _serve(config: Config, slots: list[SlotPlan], arguments: argparse.Name
         loop.add_signal_handler(number, on_signal, number)
     if process is not None:
         loop.add_signal_handler(signal.SIGHUP, on_signal, signal.SIGHUP)
+        loop.add_signal_handler(RELOAD_SIGNAL, on_reload)
         loop.add_signal_handler(signal.SIGQUIT, end_now)
     else:
         loop.add_signal_handler(signal.SIGHUP, on_reload)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import Config
-from iskander.gateway.child_settings import SETTINGS_FILE, write_settings
+from iskander.gateway.child_settings import RELOAD_SIGNAL, SETTINGS_FILE, write_settings
 from iskander.supervision.worker import Child, start_process
 
 STEADY_NS = 10 * NS_PER_S
@@ -34,6 +34,7 @@ class ChildProcess:
         has_notified: Whether the current child has sent a notification.
         notified_ns: Time of its start or last notification.
         action: Action of an operator that the child passed on and the parent has not run.
+        reloaded: Answer of the child to its last reload: "1", "0" if it failed, empty before.
     """
 
     def __init__(self, index: int, folder: Path, config: Config) -> None:
@@ -41,7 +42,7 @@ class ChildProcess:
         self.child: Child | None = None
         self.config = config
         self.is_ready = self.has_ready_models = self.has_notified = False
-        self.admin_address = self.action = ""
+        self.admin_address = self.action = self.reloaded = ""
         self.starts = self.failures = 0
         self.timer: asyncio.TimerHandle | None = None
         self.notified_ns = self._started_ns = 0
@@ -81,6 +82,16 @@ class ChildProcess:
         self.child, pidfd = start_process([*command, *arguments], environment)
         return pidfd
 
+    def write(self, config: Config) -> None:
+        """Write settings for `reload`; may raise OSError."""
+        write_settings(config, self._folder)
+
+    def reload(self, config: Config) -> None:
+        """Make the child apply the written settings; `reloaded` has its answer later."""
+        self.config, self.reloaded = config, ""
+        if self.child is not None:
+            self.child.send_signal(RELOAD_SIGNAL)
+
     def _listen(self) -> socket.socket:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path.unlink(missing_ok=True)
@@ -110,6 +121,7 @@ class ChildProcess:
                 self.admin_address = fields.get("X_ISKANDER_ADMIN", self.admin_address)
                 if self.action != "drain":  # It is final.
                     self.action = fields.get("X_ISKANDER_ACTION", self.action)
+                self.reloaded = fields.get("X_ISKANDER_RELOADED", self.reloaded)
                 if "READY" in fields or "STOPPING" in fields:
                     self.is_ready = "READY" in fields
                 if "X_ISKANDER_READY" in fields:

@@ -1,12 +1,15 @@
 """Settings file from the parent to a child process.
 
 A child does not read the configuration file, which may contain edits that only a restart applies.
-It receives the complete settings of its parent in a file next to its sockets.
+It receives the complete settings of its parent in a file next to its sockets, and reads them again
+after `RELOAD_SIGNAL`.
 """
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -14,14 +17,17 @@ from iskander.config.schema import Config
 from iskander.errors import ConfigError
 
 SETTINGS_FILE = "settings.json"
+RELOAD_SIGNAL: Final = signal.SIGUSR1
+"""SIGHUP ends a child, which another one replaces."""
 
 
 def write_settings(config: Config, folder: Path) -> Path:
     """Write settings for the child with this runtime directory; may raise OSError."""
     server = msgspec.structs.replace(config.server, runtime_directory=str(folder))
     path = folder / SETTINGS_FILE
-    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(config, server=server)))
-    return path
+    written = path.with_suffix(".new")
+    written.write_bytes(msgspec.json.encode(msgspec.structs.replace(config, server=server)))
+    return written.replace(path)
 
 
 def read_settings(path: Path) -> Config:

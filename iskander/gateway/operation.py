@@ -1,8 +1,8 @@
 """Operator's actions on a running gateway: drain, and live reload of the configuration.
 
-A reload applies the changed settings that are `Live` and names the others, which apply at the next
-restart. An invalid file changes nothing. One process of several passes both actions on to its
-parent, which drains all processes or replaces them one by one.
+A reload applies the changes of the file if all of them are `Live`. Otherwise, or if the file is
+invalid, it changes nothing, and its error names the settings. One process of several passes both
+actions on to its parent, which drains all processes, or has all of them reload its settings.
 
 Runs on: gateway loop.
 """
@@ -15,9 +15,8 @@ from typing import Any
 
 from iskander.auth.audit import DONE
 from iskander.config.changes import Changes, compare
-from iskander.config.loader import require_relations
 from iskander.config.schema import Config
-from iskander.errors import ConfigError, Draining, IskanderError, Overloaded
+from iskander.errors import Draining, IskanderError, Overloaded
 from iskander.gateway.secrets import require_secrets
 from iskander.gateway.server import Server
 from iskander.gateway.systemd import notify, notify_reloading
@@ -27,7 +26,7 @@ RETRY_MS = 1000
 
 
 class Operation:
-    """Reload and drain of a gateway of one process.
+    """Reload and drain of a gateway process.
 
     Args:
         config: The running configuration.
@@ -52,7 +51,7 @@ class Operation:
         """Run the action `drain` or `reload`.
 
         Raises:
-            ConfigError: The file is invalid; nothing changed.
+            ConfigError: The file is invalid, or needs a restart; nothing changed.
             Draining: The server is stopping.
             Overloaded: Another reload is running.
         """
@@ -60,7 +59,7 @@ class Operation:
             self._drain()
             return {"state": "draining"}
         changes = await asyncio.shield(self._start())
-        return {"changed": changes.live, "needs_restart": changes.restart}
+        return {"changed": changes.live}
 
     def on_signal(self) -> None:
         """Start a reload; the log has the outcome."""
@@ -88,14 +87,16 @@ class Operation:
         return self._reloading
 
     async def _reload(self) -> Changes:
-        """Read the file, and apply what may change."""
+        """Read the file, and apply its changes."""
         is_valid, note = False, "reload did not finish"
         notify_reloading()
         try:
-            changes = await asyncio.to_thread(self._compare)
-            self._server.configure(changes.config)
-            self._config, is_valid, note = changes.config, True, _text(changes)
-            (log.reloaded_in_part if changes.restart else log.reloaded)(note=note)
+            wanted = await asyncio.to_thread(self._read)
+            changes = compare(self._config, wanted)
+            changes.require_live()
+            self._server.configure(wanted)
+            self._config, is_valid, note = wanted, True, changes.text
+            log.reloaded(note=note)
         except IskanderError as error:
             note = f"reload rejected: {error.message}"
             log.reload_rejected(reason=error.message)
@@ -104,41 +105,27 @@ class Operation:
             self._server.reloads.record(is_valid=is_valid)
             if self._server.is_serving:  # A drain may have begun meanwhile.
                 where = ", ".join(self._server.addresses)
-                notify(READY="1", STATUS=f"serving on {where}; {note}")
+                notify(
+                    READY="1",
+                    STATUS=f"serving on {where}; {note}",
+                    X_ISKANDER_RELOADED=str(int(is_valid)),
+                )
         return changes
 
-    def _compare(self) -> Changes:
-        """Read the file, and compare it with the running configuration.
-
-        Raises:
-            ConfigError: The file is invalid; or the live changes are, without those for a restart.
-        """
+    def _read(self) -> Config:
+        """Read the file and the files that it names; runs on a thread."""
         wanted = self._read_again()
         require_secrets(wanted)
-        changes = compare(self._config, wanted)
-        try:
-            require_relations(changes.config)
-        except ConfigError as error:
-            needed = ", ".join(changes.restart)
-            text = f"{error.message}, as long as {needed} needs a restart"
-            raise ConfigError(text) from None
-        return changes
+        return wanted
 
 
 async def ask_parent(action: str) -> dict[str, Any]:
-    """Pass an action on to the parent of this process, which drains or replaces all processes."""
+    """Pass an action on to the parent of this process, which runs it for all processes."""
     notify(X_ISKANDER_ACTION=action)
-    return {"state": "draining" if action == "drain" else "rolling"}
+    return {"state": "draining" if action == "drain" else "reloading"}
 
 
 def _retrieve(task: asyncio.Task[Changes]) -> None:
     """Log the exception of a reload without a caller, unless the reload has logged it."""
     if not task.cancelled() and not isinstance(error := task.exception(), IskanderError | None):
         log.reload_failed(error=error)
-
-
-def _text(changes: Changes) -> str:
-    applied = f"{', '.join(changes.live)} changed" if changes.live else "no live setting changed"
-    if not changes.restart:
-        return applied
-    return f"{applied}; a restart applies {', '.join(changes.restart)}"

@@ -1,4 +1,4 @@
-"""Parent of several gateway processes: start, watchdog, rolling replacement, shutdown.
+"""Parent of several gateway processes: start, watchdog, reload, replacement, shutdown.
 
     parent        reserves the ports, starts the processes, serves the admin port; no requests
     process 0     serves requests, and supervises the workers
@@ -18,13 +18,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.config.changes import compare
 from iskander.config.schema import Config
 from iskander.control.runtime_directory import ATTACH_SOCKET, RuntimeDirectory, process_directory
 from iskander.errors import IskanderError
@@ -38,6 +39,7 @@ from iskander.logs import gateway as log
 from iskander.repository.load_intents import LoadIntents
 from iskander.supervision.lifecycle import BACKOFF_MAX_S, backoff_s
 from iskander.telemetry.events import EventLog
+from iskander.telemetry.logs import set_log_level
 from iskander.transport.addresses import admin_address, require_addresses
 from iskander.transport.sockets import ReservedPorts
 
@@ -50,6 +52,8 @@ KILL_DELAY_S = 1.0
 CHECK_S = 1.0
 SILENT_S, HUNG_S = 10.0, 30.0
 """Time without a heartbeat before a process is not ready, and before it is killed."""
+RELOAD_S = 10.0
+"""Time in which a process applies live settings; it is replaced otherwise."""
 TURN_S = 0.02
 
 
@@ -82,10 +86,10 @@ class Parent:
         self._changed = asyncio.Event()
         self._is_stopping = self._is_signalled = self._was_ready = self.is_forced = False
         self._startup_code: int | None = None
-        self._rolling: asyncio.Task[None] | None = None
+        self._reloading: asyncio.Task[None] | None = None
         self._admin: AdminServer | None = None
         self._events = EventLog()
-        self._streams: ForwardedStreams | None = None
+        self._streams = ForwardedStreams()
         self._reloads = ReloadStatus()
         self._checked_ns = now_ns()
         self._check_timer: asyncio.TimerHandle | None = None
@@ -97,7 +101,7 @@ class Parent:
         """
         try:
             await self._ports.hold(self._config)
-            self._streams = ForwardedStreams(self._config, self._runtime.path)
+            await self._streams.start(self._config, self._runtime.path)
             await self._start_admin()
             for process in self.processes:
                 self._loop.add_reader(process.notices, self._on_notice, process)
@@ -126,9 +130,13 @@ class Parent:
         self._is_stopping = True
         self._changed.set()
 
-    def roll(self) -> None:
-        """Replace the processes one by one, each after its predecessor is ready again."""
-        if not self._was_ready or self._rolling is not None or self._is_stopping:
+    def reload(self) -> None:
+        """Apply the changes of the file, live in each process if all of them are `Live`.
+
+        Otherwise, and without changes, the processes are replaced one by one, each after its
+        predecessor is ready again.
+        """
+        if not self._was_ready or self._reloading is not None or self._is_stopping:
             log.replacement_ignored()
             return
         notify_reloading()
@@ -138,8 +146,13 @@ class Parent:
         if problem:
             log.replacement_rejected(reason=problem)
             self._notify_serving(f"; {problem}")
+            return
+        changes = compare(before, self._config)
+        if changes.live and not changes.restart:
+            work = partial(self._apply, before, changes.text)
         else:
-            self._rolling = self._loop.create_task(self._roll(before))
+            work = partial(self._roll, before)
+        self._reloading = self._loop.create_task(self._run(work))
 
     def reasons(self) -> list[str]:
         """Return why this gateway is not ready; empty if it is.
@@ -170,9 +183,18 @@ class Parent:
         before, after = fixed(self._config), fixed(read)
         changed = [key for key in before if before[key] != after[key]]
         if changed:
-            return f"reload rejected: {', '.join(changed)} changed: restart required"
-        self._config = read
+            return (
+                f"reload rejected: {', '.join(changed)} changed, which all processes and the "
+                "workers share: restart required. No change of the file is applied"
+            )
+        self._use(read)
         return ""
+
+    def _use(self, config: Config) -> None:
+        """Use settings for this process and the next starts of the others."""
+        if config.admin.log_level != self._config.admin.log_level:
+            set_log_level(config.admin)
+        self._config = config
 
     def _child_settings(self) -> Config:
         """The applied settings, with the reserved ports."""
@@ -214,7 +236,7 @@ class Parent:
         if action == "drain":
             self.stop()
         elif action == "reload":
-            self.roll()
+            self.reload()
         self._changed.set()
 
     def _on_end(self, process: ChildProcess, pidfd: int) -> None:
@@ -223,7 +245,7 @@ class Parent:
         process.read_notices()
         code, was_requested = process.reap()
         self._changed.set()
-        if self._is_stopping or (was_requested and self._rolling is not None):
+        if self._is_stopping or (was_requested and self._reloading is not None):
             return
         if was_requested:
             self._start(process)  # It ended only after the roll that killed it.
@@ -284,30 +306,69 @@ class Parent:
         self._attach.unlink(missing_ok=True)
         self._attach.symlink_to(process_directory(self._runtime.path, 0) / ATTACH_SOCKET)
 
-    async def _roll(self, before: Config) -> None:
-        """Replace all processes; restore the previous settings if one does not get ready."""
-        log.replacement_started()
-        note = "replaced"
-        had_ready_models = all(process.has_ready_models for process in self.processes)
+    async def _run(self, work: Callable[[], Awaitable[str]]) -> None:
+        """Run a reload, and report its outcome to the service manager."""
+        note = "reload did not finish"
         try:
-            # Process 0 last: when the workers attach to it again, the others have them.
-            failed = await self._replace(reversed(self.processes), had_ready_models)
-            if failed is not None:
-                note = f"process {failed.index} did not get ready: previous settings restored"
-                log.replacement_undone(child=failed.index, note=note)
-                self._config = before
-                settings = self._child_settings()
-                changed = [each for each in self.processes if each.config != settings]
-                failed = await self._replace(changed or [failed], had_ready_models)
-            if failed is not None:
-                note = f"process {failed.index} is not ready; the others keep serving"
-                log.replacement_incomplete(child=failed.index, note=note)
+            note = await work()
         finally:
-            self._rolling = None
+            self._reloading = None
             if not self._is_stopping:
                 self._notify_serving(f"; {note}")
                 for process in self.processes:
                     self._start(process)  # If it ended after the timeout of its replacement.
+
+    async def _apply(self, before: Config, note: str) -> str:
+        """Apply live settings in all processes, and replace those that do not confirm it."""
+        had_ready_models = self._have_ready_models()
+        settings = self._child_settings()
+        try:
+            for process in self.processes:
+                process.write(settings)
+        except OSError as error:
+            self._use(before)
+            reason = f"reload rejected: the settings cannot be written: {error.strerror}"
+            log.replacement_rejected(reason=reason)
+            return reason
+        applied = await asyncio.gather(*(self._apply_in(each, settings) for each in self.processes))
+        outcomes = zip(self.processes, applied, strict=True)
+        silent = [process for process, is_applied in outcomes if not is_applied]
+        failed = await self._replace(reversed(silent), had_ready_models)
+        if failed is not None:
+            return _report_incomplete(failed)
+        log.reloaded(note=note)
+        return note
+
+    async def _apply_in(self, process: ChildProcess, settings: Config) -> bool:
+        """Apply written settings in one process; return whether it, or its successor, has them."""
+        # While it starts, it may have the previous settings.
+        start_s = self._config.workers.start_s
+        await _wait_until(lambda: process.is_ready or process.child is None, start_s)
+        if process.child is None or process.config == settings:
+            return True
+        starts = process.starts
+        process.reload(settings)
+        await _wait_until(lambda: bool(process.reloaded) or process.starts != starts, RELOAD_S)
+        return process.reloaded == "1" or process.starts != starts
+
+    async def _roll(self, before: Config) -> str:
+        """Replace all processes; restore the previous settings if one does not get ready."""
+        log.replacement_started()
+        note = "replaced"
+        had_ready_models = self._have_ready_models()
+        # Process 0 last: when the workers attach to it again, the others have them.
+        failed = await self._replace(reversed(self.processes), had_ready_models)
+        if failed is not None:
+            note = f"process {failed.index} did not get ready: previous settings restored"
+            log.replacement_undone(child=failed.index, note=note)
+            self._use(before)
+            settings = self._child_settings()
+            changed = [each for each in self.processes if each.config != settings]
+            failed = await self._replace(changed or [failed], had_ready_models)
+        return note if failed is None else _report_incomplete(failed)
+
+    def _have_ready_models(self) -> bool:
+        return all(process.has_ready_models for process in self.processes)
 
     async def _replace(
         self, processes: Iterable[ChildProcess], had_ready_models: bool
@@ -327,8 +388,8 @@ class Parent:
     async def _drain(self) -> None:
         self._is_stopping = True
         notify(STOPPING="1", STATUS="draining")
-        if self._rolling is not None:
-            self._rolling.cancel()
+        if self._reloading is not None:
+            self._reloading.cancel()
         # Only this process sends SIGINT, which also stops the workers.
         await asyncio.gather(*(self._end(each, signal.SIGINT) for each in self.processes))
 
@@ -354,8 +415,7 @@ class Parent:
         if self._admin is not None:
             await self._admin.stop()
         self._events.stop()
-        if self._streams is not None:
-            self._streams.stop()
+        await self._streams.stop()
         for process in self.processes:
             if process.timer is not None:
                 process.timer.cancel()
@@ -365,6 +425,12 @@ class Parent:
         self._ports.close()
         self._attach.unlink(missing_ok=True)
         self._runtime.release()
+
+
+def _report_incomplete(failed: ChildProcess) -> str:
+    note = f"process {failed.index} is not ready; the others keep serving"
+    log.replacement_incomplete(child=failed.index, note=note)
+    return note
 
 
 async def _wait_until(condition: Callable[[], bool], limit_s: float) -> bool:

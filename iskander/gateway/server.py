@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -52,6 +51,7 @@ from iskander.supervision.worker import SlotPlan
 from iskander.telemetry.drift_status import DriftReader
 from iskander.telemetry.events import EventLog
 from iskander.telemetry.history_sampler import HistorySampler
+from iskander.telemetry.logs import set_log_level
 from iskander.telemetry.loop_lag import LoopLag
 from iskander.telemetry.metric_sources import MetricSources
 from iskander.telemetry.stats import collect
@@ -67,6 +67,7 @@ from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.tls import Tls
 
 if TYPE_CHECKING:
+    from iskander.protocols.oip.http.server import OipHttpServer
     from iskander.telemetry.admin import AdminServer
     from iskander.telemetry.status import Status
 
@@ -207,10 +208,12 @@ class Server:
             connection_limits=self._connection_limits,
         )
         self._protocols = create_protocols(config, services)
+        self._http: OipHttpServer | None = None
         if config.http.address:
             from iskander.protocols.oip.http.server import OipHttpServer
 
-            self._protocols[HTTP] = OipHttpServer(services, self._oip, config.http)
+            self._http = OipHttpServer(services, self._oip, config.http)
+            self._protocols[HTTP] = self._http
 
     @property
     def is_serving(self) -> bool:
@@ -242,7 +245,7 @@ class Server:
             status = self._start_status() if config.admin.page else None
             self._admin = AdminServer(address, self._models.reasons, render, limits, status)
             self._admin_address = await self._admin.start()
-        start_stream(self._stream, config, self._member, self._runtime.path)
+        await start_stream(self._stream, config, self._member, self._runtime.path)
         self.audit.start()
         self._access.start()
         self._tls.start()
@@ -316,25 +319,37 @@ class Server:
         if self._observation is not None:
             await self._observation.settle()
         if keeps_workers():
-            self._supervisor.release_workers()
+            await self._supervisor.release_workers()
         else:
             await self._supervisor.stop()
         await self._release()
         log.stopped()
         if self._stream is not None:
-            self._stream.stop()
+            await self._stream.stop()
 
     def configure(self, config: Config) -> None:
         """Apply the `Live` settings of a configuration that differs in no others."""
         self._config = config
         limits = config.limits
+        self._connection_limits.configure(config)
         self._input_arena.configure(limits)
         self._flight.configure(limits)
         self._grpc.configure(limits)
-        self._submitter.limits = self._inferential.limits = limits
+        self._submitter.limits = limits
+        self._inferential.configure(config)
+        if self._http is not None:
+            self._http.configure(config)
+        self._regions.configure(config.shared_memory)
+        if self._flight.sources is not None:
+            self._flight.sources.configure(config.source_reads, limits.message_bytes)
+        if self._observation is not None:
+            self._observation.sampler.configure(config.observation)
+        if self._traces is not None:
+            self._traces.recorder.configure(config.tracing)
+        self._supervisor.configure(config)
         self._shadow.configure(config.shadow)
         self._repository.configure(config)
-        logging.getLogger().setLevel(config.admin.log_level.upper())
+        set_log_level(config.admin)
 
     async def abandon(self) -> None:
         """Stop the workers and release all resources after a failed start."""
@@ -344,7 +359,7 @@ class Server:
         await self._supervisor.abandon()
         await self._release()
         if self._stream is not None:
-            self._stream.stop()
+            await self._stream.stop()
 
     def kill_workers(self) -> None:
         """Kill the workers before an immediate exit."""

@@ -40,6 +40,7 @@ class Event(Generic[P]):
         topic: Subject of the change of state that it reports, for the event stream; may be empty.
         subject: Fields that identify the subject: repeats of it are limited.
         fields: Type of each field.
+        text: Returns the text for values of the fields.
         has_traceback: It is logged with the traceback of an exception.
         meaning: Explains the event.
         advice: What the operator does about it; may be empty.
@@ -62,13 +63,13 @@ class Event(Generic[P]):
         self.logger_name = logger.name
         meaning, _, advice = (inspect.getdoc(text) or "").partition(ADVICE)
         self.meaning, self.advice = " ".join(meaning.split()), " ".join(advice.split())
-        self._logger, self._text = logger, text
+        self._logger, self.text = logger, text
 
     def __call__(self, *no_fields: P.args, **fields: P.kwargs) -> None:
         """Log the event."""
         if not self._logger.isEnabledFor(self.level):
             return
-        text = self._text(*no_fields, **fields)
+        text = self.text(*no_fields, **fields)
         logged: dict[str, Any] = dict(fields)
         error = logged.pop(ERROR, None)
         known = {key: _bounded(value) for key, value in logged.items()}

@@ -8,15 +8,16 @@ gateway = Source("iskander.gateway")
 server = Source("iskander.server", "gateway")
 supervisor = Source("iskander.supervisor", "gateway")
 processes = Source("iskander.processes", "gateway")
+auxiliary = Source("iskander.auxiliary")
 admin = Source("iskander.admin")
 addresses = Source("iskander.addresses")
 
 
 @gateway.warning("warning")
 def setting_questionable(*, warning: str) -> str:
-    """A setting has no effect, or an effect that is rarely wanted.
+    """A setting has a deprecated name; the present one is used.
 
-    Do: Change the setting that the line names.
+    Do: Rename it; `iskander check --fix FILE` does so in the file.
     """
     return warning
 
@@ -104,7 +105,11 @@ def output_arena_restricted(*, arena: str, notice: str) -> str:
 
 @server.info()
 def ready(*, addresses: str, start_ms: int) -> str:
-    """The gateway serves all its models."""
+    """The start is complete, and requests are accepted.
+
+    A model of the repository that does not load, and every model with `workers.spawn` off, may not
+    be ready yet: `/readyz` at `admin.address` has the reasons.
+    """
     return f"ready on {addresses} after {start_ms} ms"
 
 
@@ -169,7 +174,7 @@ def stopped() -> str:
 def reload_ignored(*, reason: str) -> str:
     """A reload was not started.
 
-    Do: Repeat it when the gateway serves.
+    Do: Repeat it when the gateway serves, and the reload before it has ended.
     """
     return f"reload ignored: {reason}"
 
@@ -180,20 +185,11 @@ def reloaded(*, note: str) -> str:
     return f"reloaded: {note}"
 
 
-@gateway.warning()
-def reloaded_in_part(*, note: str) -> str:
-    """Some changed settings are applied; the others need a restart.
-
-    Do: Restart the gateway.
-    """
-    return f"reloaded: {note}"
-
-
 @gateway.error("reason")
 def reload_rejected(*, reason: str) -> str:
-    """The configuration is invalid; nothing changed.
+    """The configuration is invalid, or a change in it needs a restart; nothing changed.
 
-    Do: Correct the file; `iskander check FILE` shows the same error.
+    Do: Correct the file, as `iskander check FILE` shows, or restart the gateway.
     """
     return f"reload rejected: {reason}"
 
@@ -218,9 +214,10 @@ def replacement_ignored() -> str:
 
 @processes.error("reason")
 def replacement_rejected(*, reason: str) -> str:
-    """The configuration is invalid, or needs a restart; no process is replaced.
+    """The configuration is invalid, needs a restart, or cannot be passed on; nothing changed.
 
-    Do: Correct the file, or restart the gateway.
+    Do: Read the reason: correct the file, restart the gateway, or free space for
+    `server.runtime_directory`.
     """
     return reason
 
@@ -243,16 +240,16 @@ def replacement_undone(*, child: int, note: str) -> str:
 
     Do: Read the log of that process; correct the settings.
     """
-    return note
+    return f"replacement undone: {note}"
 
 
 @processes.error("child")
 def replacement_incomplete(*, child: int, note: str) -> str:
-    """A process does not get ready with the previous settings either.
+    """A process does not get ready after a reload, nor with the previous settings if restored.
 
     Do: Read the log of that process; the others keep serving.
     """
-    return note
+    return f"replacement incomplete: {note}"
 
 
 @processes.error("child")
@@ -316,3 +313,15 @@ def notification_socket_failed(*, reason: str) -> str:
     Do: Create the runtime directory, or restart the gateway.
     """
     return f"the notification socket cannot be created: {reason}"
+
+
+@auxiliary.error()
+def auxiliary_process_crashed(*, error: BaseException) -> str:
+    """A process that works for the gateway, such as the export of traces, ends with an exception.
+
+    The gateway starts it again.
+
+    Do: Read the traceback. If it is of a setting or a variable of the environment, such as those of
+    OpenTelemetry, correct it and restart the gateway. Otherwise report a bug.
+    """
+    return f"unexpected {type(error).__name__}"

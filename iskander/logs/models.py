@@ -13,7 +13,8 @@ supervisor = Source("iskander.supervisor", "model")
 def model_isolated(*, model: str, deaths: int, window_s: float) -> str:
     """Batches of a model ended shared workers; it gets a worker of its own.
 
-    Do: Find out why it ends workers, for example by its memory; give it `own_workers` until then.
+    Do: Find out why it ends workers, for example by its memory. Until then, give it workers of its
+    own (`models.workers`) with the next restart.
     """
     return (
         f"model {model} moves to an isolated worker: {deaths} deaths in {window_s:g} s "
@@ -36,7 +37,7 @@ def model_quarantine_ended(*, model: str) -> str:
 
     Do: See `model_quarantined`.
     """
-    return f"requests for model {model} are accepted again"
+    return f"requests for model {model} are accepted again: its quarantine is over"
 
 
 @supervisor.error("model")
@@ -54,7 +55,7 @@ def model_reachable(*, model: str) -> str:
 
     Do: Nothing.
     """
-    return f"requests for model {model} are accepted again"
+    return f"requests for model {model} are accepted again: its server answers"
 
 
 @repository.error("model")
@@ -70,7 +71,7 @@ def model_ignored(*, model: str) -> str:
 def model_not_served(*, model: str, reason: str) -> str:
     """A model version cannot be loaded; an earlier version continues if there is one.
 
-    Do: Read the reason; correct the files or `iskander load` it again.
+    Do: Read the reason and correct the files, or load it again: `iskander load NAME`.
     """
     return f"{model} is not served: {reason}"
 
@@ -107,9 +108,10 @@ def repository_change_failed(*, error: BaseException) -> str:
 
 @repository.warning("reason")
 def repository_unwatched(*, reason: str) -> str:
-    """The repository's folder cannot be watched; it is scanned periodically (`rescan_s`).
+    """The repository's folder cannot be watched; it is scanned every `repository.rescan_s`.
 
-    Do: Check permissions and `fs.inotify.max_user_watches`.
+    Do: Check the permissions, and the limits `fs.inotify.max_user_watches` and
+    `fs.inotify.max_user_instances` (`sysctl`).
     """
     return f"the repository cannot be watched: {reason}"
 

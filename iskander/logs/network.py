@@ -7,6 +7,7 @@ from iskander.logs.event import Source
 access = Source("iskander.access")
 audit = Source("iskander.audit")
 connections = Source("iskander.connections")
+event_stream = Source("iskander.event_stream")
 http1 = Source("iskander.http")
 http2 = Source("iskander.http2")
 local_listener = Source("iskander.local_listener")
@@ -62,6 +63,15 @@ def connection_setup_failed(*, error: BaseException) -> str:
     Do: Report a bug with the traceback.
     """
     return "connection setup failed"
+
+
+@event_stream.warning("reason")
+def subscriber_ended(*, reason: str) -> str:
+    """The server ended the connection of a subscriber of the event stream, at a limit.
+
+    Do: Read the reason. Subscribe to the begin of several topics instead of each one.
+    """
+    return f"subscriber ended: {reason}"
 
 
 @local_listener.error("reason")

@@ -78,11 +78,21 @@ def sample_damaged(*, model: str, reason: str) -> str:
     return f"a sample of {model} cannot be read: {reason}"
 
 
+@observer.warning()
+def samples_left(*, samples: int) -> str:
+    """The gateway stopped while samples waited for slow consumers; they are lost.
+
+    Do: Lower the shares of the models, or hash fewer columns.
+    """
+    return f"{samples} samples waited at the stop of the gateway and are lost"
+
+
 @observer.error()
 def observer_refused(*, reason: str) -> str:
     """The observer process cannot run with its settings.
 
-    Do: Correct the settings that the reason names.
+    Do: Correct what the reason names; it is started again. A changed setting needs a restart of the
+    gateway.
     """
     return f"the observer process cannot run: {reason}"
 

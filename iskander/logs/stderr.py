@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import TextIO
 
-from iskander.logs import workers as log
+from iskander.logs import gateway, workers
 from iskander.logs.formats import JournalFormat, JsonFormat, TextFormat
 from iskander.logs.repeats import WINDOW_S, Repeats
 
@@ -85,16 +85,22 @@ def set_up(
 
 
 def set_up_child(*, has_model_code: bool = False) -> None:
-    """Log in the format of the gateway that started this process."""
+    """Log in the format of the gateway that started this process, also an uncaught exception."""
     log_format = os.environ.get(FORMAT_VARIABLE, TEXT)
     set_up(log_format, tag=str(os.getpid()), has_model_code=has_model_code)
     logging.getLogger().setLevel(logging.INFO)
+    log_uncaught()
+
+
+def log_uncaught() -> None:
+    """Log an uncaught exception of this auxiliary process of the gateway."""
+    sys.excepthook = lambda _, error, __: gateway.auxiliary_process_crashed(error=error)
 
 
 def set_up_worker() -> None:
     """Log the lines of a worker, also for an uncaught exception."""
     set_up_child(has_model_code=True)
-    sys.excepthook = lambda _, error, __: log.worker_crashed(error=error)
+    sys.excepthook = lambda _, error, __: workers.worker_crashed(error=error)
 
 
 def is_journal_stream(stream: TextIO) -> bool:

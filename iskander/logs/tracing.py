@@ -11,7 +11,8 @@ tracing = Source("iskander.tracing")
 def export_failed(*, reason: str) -> str:
     """The collector does not accept spans; requests are not affected.
 
-    Do: Check `tracing.endpoint` and the collector.
+    Do: Check the collector, and its URL: `tracing.endpoint`, or that of the environment
+    (`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`, `OTEL_EXPORTER_OTLP_ENDPOINT`).
     """
     return f"spans cannot be exported: {reason}"
 
@@ -26,7 +27,7 @@ def export_recovered() -> str:
 def export_process_ended(*, exit_code: int, spans: int) -> str:
     """The process that exports traces ended and is started again.
 
-    Do: Nothing, unless it repeats: then check the memory of the machine.
+    Do: Read the lines before it. If there are none and it repeats, check the memory of the machine.
     """
     return f"the export process ended with {exit_code}: {spans} spans lost; it is started again"
 

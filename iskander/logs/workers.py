@@ -67,7 +67,8 @@ def worker_ended(*, worker: int, running: str) -> str:
 def worker_process_exited(*, worker_pid: int, exit: str, explanation: str) -> str:
     """A worker process exited with an error or by a signal.
 
-    Do: Signal 9 without a cause of the gateway is often the kernel's memory limit; see `dmesg`.
+    Do: Read the lines of that pid before it. Without any, signal 9 that the gateway did not send is
+    often the kernel's memory limit (`dmesg`), signal 11 a fault in a library of a model.
     """
     return f"worker process {worker_pid} ended {exit}{explanation}"
 
@@ -85,7 +86,7 @@ def worker_spawn_failed(*, worker: int, reason: str) -> str:
 def worker_boot_failed(*, worker: int, failures: int, detail: str) -> str:
     """A worker ended before it had loaded its models.
 
-    Do: Load the model alone with `iskander check`.
+    Do: Load the models without a server: `iskander check FILE`.
     """
     death = f"failure {failures} in a row{detail}"
     return f"worker {worker} ended before it had loaded its models: {death}"
@@ -105,7 +106,7 @@ def worker_crash_loop(*, worker: int, deaths: int, pause_s: float) -> str:
 
 @supervisor.info("worker")
 def worker_recycled(*, worker: int, reason: str) -> str:
-    """A worker reached `workers.recycle_batches` or `recycle_rss_bytes` and is replaced."""
+    """A worker reached `workers.recycle_batches` or `workers.recycle_rss_bytes`: it is replaced."""
     return f"worker {worker} is recycled: {reason}"
 
 
@@ -135,6 +136,12 @@ def worker_loaded_model(
     return f"worker {worker} loaded {model} in {load_ms} ms: {providers}, {threads} threads"
 
 
+@supervisor.info("worker")
+def worker_load_step(*, worker: int, step: str) -> str:
+    """A long step of a load is still running; reported after 10, 20, 40, ... seconds."""
+    return f"worker {worker}: {step}"
+
+
 @supervisor.info("worker", "generation")
 def worker_unloaded_model(*, worker: int, generation: int) -> str:
     """A worker released a generation of a model."""
@@ -154,7 +161,7 @@ def worker_load_timed_out(*, worker: int, limit_s: int) -> str:
 def worker_refused_model(*, worker: int, model: str, reason: str) -> str:
     """A worker cannot load a model.
 
-    Do: Read the reason; `iskander check` shows the same without a server.
+    Do: Read the reason; `iskander check FILE` shows the same without a server.
     """
     return f"worker {worker} cannot serve {model}: {reason}"
 
@@ -197,7 +204,7 @@ def worker_device_lost(*, error: BaseException) -> str:
 
 @worker_process.error()
 def worker_bug(*, error: BaseException) -> str:
-    """An assertion of a worker failed; the worker ends and is replaced.
+    """A bug in a worker, which ends and is replaced, or in the process of a sandboxed load.
 
     Do: Report a bug with the traceback.
     """

@@ -124,7 +124,7 @@ class GrpcServer:
         self._listener = Listener(
             self._serve,
             serve_inline=self._serve_inline,
-            message_bytes=partial(_message_bytes, limits.message_bytes + MESSAGE_SLACK_BYTES),
+            message_bytes=_message_limit(limits),
             calls_max=limits.streams + CALLS_SLACK,
             connections_max=limits.connections,
             add_details=self._rpc_error,
@@ -136,9 +136,11 @@ class GrpcServer:
         }
 
     def configure(self, limits: LimitsConfig) -> None:
-        """Apply the limits of open calls; that of one connection applies to new connections."""
+        """Apply the limits: of messages to new calls, of calls to new connections."""
         self._health.watchers_max = self._reflection.streams_max = limits.streams
         self._listener.calls_max = limits.streams + CALLS_SLACK
+        self._listener.connections_max = limits.connections
+        self._listener.message_bytes = _message_limit(limits)
 
     def set_load_trailer(self, encoded: bytes) -> None:
         """Set the header field that the trailers of all calls end with from now on."""
@@ -239,6 +241,11 @@ class GrpcServer:
         elif error.fault == "server":
             log.call_failed(code=error.code, reason=error.message)
         return rpc_error(error, is_flight=path in self._flight_methods)
+
+
+def _message_limit(limits: LimitsConfig) -> Callable[[str], int]:
+    """Return the function that the transport calls with the path of each new call."""
+    return partial(_message_bytes, limits.message_bytes + MESSAGE_SLACK_BYTES)
 
 
 def _message_bytes(batch_bytes: int, path: str) -> int:

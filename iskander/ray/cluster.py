@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from iskander.errors import ConfigError, DeadlineExceeded, NotReady
+from iskander.errors import ConfigError, NotReady
 
 NAMESPACE: Final = "iskander"
 """Namespace of all actors of fleets, so that every driver of the cluster finds them."""
@@ -165,26 +165,6 @@ def call_each(actors: Mapping[str, Any], method: str, *, timeout_s: float) -> di
         except module.exceptions.RayError as error:
             results[keys[reference]] = error
     return results
-
-
-def call(actor: Any, method: str, *, timeout_s: float) -> Any:  # noqa: ANN401
-    """Call a method of an actor.
-
-    Raises:
-        NotReady: The actor has ended.
-        DeadlineExceeded: It does not answer.
-    """
-    result = call_each({"": actor}, method, timeout_s=timeout_s).get("")
-    if is_error(result):
-        raise NotReady(f"the actor of a server has ended: {first_line(result)}")
-    if result is None:
-        raise DeadlineExceeded(f"the actor of a server does not answer within {timeout_s:g} s")
-    return result
-
-
-def is_error(result: object) -> bool:
-    """Whether a result of `call_each` is an error of Ray."""
-    return isinstance(result, ray().exceptions.RayError)
 
 
 def is_dead(result: object) -> bool:

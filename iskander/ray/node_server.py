@@ -38,6 +38,8 @@ LINKS_MAX: Final = 100
 STOP_S: Final = 25.0
 BACKOFF_FIRST_S: Final = 0.5
 BACKOFF_MAX_S: Final = 30.0
+DOUBLINGS_MAX: Final = 16
+"""Keeps the power finite for any number of failures."""
 _POLL_S: Final = 0.2
 _PORT_TAKEN: Final = "cannot listen"
 
@@ -134,7 +136,8 @@ class NodeServer:
             return  # Another process was faster; the next start takes another port.
         self._error = error
         self._failures += 1
-        wait_s = min(BACKOFF_FIRST_S * 2.0 ** (self._failures - 1), BACKOFF_MAX_S)
+        doublings = min(self._failures - 1, DOUBLINGS_MAX)
+        wait_s = min(BACKOFF_FIRST_S * 2.0**doublings, BACKOFF_MAX_S)
         self._stopped.wait(wait_s)
 
     def _serve(self) -> None:

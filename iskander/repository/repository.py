@@ -81,7 +81,11 @@ class Repository:
         models.freshness.on_checked = on_change
 
     def configure(self, config: Config) -> None:
-        """Apply lanes and shadow shares of the configured models, also while they are loading."""
+        """Apply lanes and shadow shares of the configured models, also while they are loading.
+
+        Retired versions get the new `server.drain_s`.
+        """
+        self.config = self._generations.config = config
         self._reader.set_lanes(config)
         lanes = {(each.name, str(each.version)): each.lane for each in config.models}
         for lane in self.models.by_key.values():

@@ -122,7 +122,8 @@ def read_settings(root: Path, name: str, config: Config) -> ModelFile:
     if settings.versions is not None and (wrong := versions_error(settings.versions)):
         raise ConfigError(f"{SETTINGS}: {wrong}")
     if settings.own_workers:
-        raise ConfigError(f"{SETTINGS}: `own_workers` is only for models of [[models]]")
+        own = "workers of its own (`workers`, `python`, a backend that needs them)"
+        raise ConfigError(f"{SETTINGS}: {own} are only for models of [[models]]")
     if settings.shadow_share is not None:
         raise ConfigError(f"{SETTINGS}: `shadow_share` is only for [[models]]; use `shadows`")
     require_model(settings, SETTINGS, config)

@@ -48,11 +48,6 @@ class Unit:
         """Rows to read of this unit, after the filter; None for all."""
         return self.locator.get(ROWS_MAX)
 
-    @property
-    def fingerprint8(self) -> str:
-        """The eight hexadecimal digits in the name."""
-        return self.name[-8:]
-
 
 @dataclass(frozen=True)
 class Plan:

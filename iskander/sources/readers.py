@@ -181,6 +181,14 @@ class Readers:
         self._idle: list[Reader] = []
         self.processes: set[Reader] = set()
 
+    def configure(self, config: SourceReadsConfig, frame_bytes: int) -> None:
+        """Apply the limits to new processes and steps; idle processes end, running reads stay."""
+        self._config = config
+        self._frame_bytes = frame_bytes
+        self._slots["read"].resize(config.streams)
+        for reader in list(self._idle):
+            self._retire(reader)
+
     @property
     def waiting(self) -> int:
         """Number of calls that wait for a process."""
@@ -278,5 +286,7 @@ class Readers:
         )
 
     def _retire(self, reader: Reader) -> None:
+        if reader.idle_timer is not None:
+            reader.idle_timer.cancel()
         self._idle.remove(reader)
         reader.kill()

@@ -49,6 +49,12 @@ class FairSlots:
         self._queues: dict[str | int, deque[asyncio.Future[None]]] = {}
         self.waiting = 0
 
+    def resize(self, count: int) -> None:
+        """Change the number of slots; calls that hold one above a lower number keep it."""
+        self._free += count - self._count
+        self._count = count
+        self._serve()
+
     @contextlib.asynccontextmanager
     async def hold(self, source: Source, wait_s: float) -> AsyncIterator[None]:
         """Hold a slot; wait for it in turn.

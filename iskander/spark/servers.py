@@ -31,11 +31,6 @@ class NodeServers:
     target: tuple[str, ...]
     preferred: str | int | None = None
 
-    @property
-    def node_ids(self) -> Sequence[str]:
-        """Ids of the nodes with servers; unknown."""
-        return ()
-
     def addresses(self) -> tuple[str, ...]:
         """All addresses that are the same for each executor."""
         return self.target

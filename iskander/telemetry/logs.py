@@ -16,15 +16,22 @@ def set_up_logs(config: AdminConfig, process: int | None = None) -> None:
     """Log to stderr; `process` is the index of a process of several."""
     os.environ[FORMAT_VARIABLE] = config.log_format  # For the workers and other child processes.
     tag = "" if process is None else str(process)
-    handler = set_up(config.log_format, process=process, tag=tag)
-    level = logging.getLevelNamesMapping()[config.log_level.upper()]
-    handler.setLevel(level)
-    logging.getLogger().setLevel(level)
+    set_up(config.log_format, process=process, tag=tag)
+    set_log_level(config)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    sys.excepthook = lambda _, error, __: log.gateway_crashed(error=error)
+
+
+def set_log_level(config: AdminConfig) -> None:
+    """Set the lowest level of the log."""
+    level, root = logging.getLevelNamesMapping()[config.log_level.upper()], logging.getLogger()
+    root.setLevel(level)
+    for handler in root.handlers:
+        if isinstance(handler, StderrHandler):
+            handler.setLevel(level)
     for name in LOGGERS:
         # The page and the event stream have their records, also those that the log omits.
         logging.getLogger(name).setLevel(min(level, logging.INFO))
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
-    sys.excepthook = lambda _, error, __: log.gateway_crashed(error=error)
 
 
 def are_logs_set_up() -> bool:

@@ -126,6 +126,7 @@ def _worker(worker: Worker, now: int) -> dict[str, Any]:
         "node": worker.plan.node,
         "gpu": None if worker.plan.gpu is None else worker.plan.gpu.number,
         "device_error": worker.device_error,
+        "load_step": worker.load_step,
         "state": worker.state.value,
         "incarnation": worker.incarnation,
         "pid": worker.pid,

@@ -94,7 +94,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         ends: Exits of its processes by kind.
         heartbeat_s: Age of the last heartbeat; null without a process.
         gpu: Number of its GPU; empty without one.
-        notices: Requests that the system denied, such as memory locks, and the loss of its GPU.
+        notices: Requests that the system denied, such as memory locks, the loss of its GPU, and a
+            long step of a load.
     """
 
     index: int

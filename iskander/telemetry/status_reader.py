@@ -221,7 +221,9 @@ def _worker(worker: Worker, now: int) -> WorkerStatus:
         resident_bytes=resident_bytes(worker.pid) if worker.pid else 0,
         heartbeat_s=round(max(now - beat_ns, 0) / NS_PER_S, 1) if beat_ns else None,
         gpu="" if worker.plan.gpu is None else worker.plan.gpu.number,
-        notices=shorten("; ".join(filter(None, (worker.device_error, *worker.notices)))),
+        notices=shorten(
+            "; ".join(filter(None, (worker.device_error, worker.load_step, *worker.notices)))
+        ),
     )
 
 

@@ -23,23 +23,39 @@ TRIM_INTERVAL_S: Final = 2.0
 class ConnectionLimits:
     """Limits over all connections of this process; counts of ended ones by reason.
 
+    The listeners read the limits here for each use, so that a reload applies to open connections.
+
     Attributes:
         calls_ended: Ended calls by protocol and status.
     """
 
     def __init__(self, config: Config) -> None:
-        self.budget = ReceiveBudget(receive_bytes(config))
+        self._message_bytes = 0
+        self.budget = ReceiveBudget(self._receive_bytes(config))
+        self._read(config)
         self.turns = TurnScheduler(asyncio.get_running_loop())
-        self.timeouts = config.timeouts
-        self.max_age_s = config.server.max_connection_age_s
-        self.max_age_grace_s = config.server.max_connection_age_grace_s
         self.ended: Counter[str] = Counter()
         self.calls_ended: Counter[tuple[str, str]] = Counter()
-        self.source_percent = config.limits.source_percent
         self.descriptors = Descriptors()
         self.open_count = 0
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+
+    def configure(self, config: Config) -> None:
+        """Apply the live settings, the age of a connection to new ones."""
+        self._read(config)
+        self.budget.set_limit(self._receive_bytes(config))
+
+    def _read(self, config: Config) -> None:
+        self.timeouts = config.timeouts
+        self.max_age_s = config.server.max_connection_age_s
+        self.max_age_grace_s = config.server.max_connection_age_grace_s
+        self.source_percent = config.limits.source_percent
+
+    def _receive_bytes(self, config: Config) -> int:
+        # Open calls keep their limit of a message, and the memory must suffice for two of them.
+        self._message_bytes = max(self._message_bytes, config.limits.message_bytes)
+        return receive_bytes(config, self._message_bytes)
 
     def count_ended(self, reason: str) -> None:
         """Count a connection or a message that the server ended."""

@@ -18,6 +18,7 @@ from collections import deque
 from typing import ClassVar, Final, Generic, Protocol, TypeVar
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.config.schema import TimeoutsConfig
 from iskander.transport.acceptor import NEVER_NS, AcceptedSocket, Acceptor
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.sources import Source, SourceTable
@@ -71,7 +72,8 @@ class ConnectionListener(Generic[Connection]):
     """Listening sockets and connections of one protocol.
 
     Up to `slack` connections above `connections_max` stay open, but their requests are rejected;
-    further connections are closed.
+    further connections are closed. A lower `connections_max` closes none: while there are more, a
+    new connection replaces an idle one, or is rejected.
     """
 
     has_max_age: ClassVar[bool] = True
@@ -91,12 +93,10 @@ class ConnectionListener(Generic[Connection]):
         self.connections: set[Connection] = set()
         self.turns = limits.turns
         self.budget = limits.budget
-        self.timeouts = limits.timeouts
         self.count_ended = limits.count_ended
+        self.connections_max = connections_max
         self._limits = limits
-        self._connections_max = connections_max
         self._slack = slack
-        self._source_max = max(connections_max * limits.source_percent // 100, 1)
         self._tls = tls
         self._sources: SourceTable[AcceptedSocket[Connection]] = SourceTable()
         self._accepted: dict[Connection, AcceptedSocket[Connection]] = {}
@@ -106,6 +106,11 @@ class ConnectionListener(Generic[Connection]):
         self._check_timer: asyncio.TimerHandle | None = None
         self._unchecked: deque[Connection] = deque()
         self._check_step = self._open = self._surplus = 0
+
+    @property
+    def timeouts(self) -> TimeoutsConfig:
+        """Timeouts of all connections."""
+        return self._limits.timeouts
 
     async def listen(self, listening: socket.socket) -> None:
         """Accept connections on a bound socket, without TLS on a unix socket."""
@@ -175,7 +180,7 @@ class ConnectionListener(Generic[Connection]):
         """Count a new connection and return its state; None if the caller must close it."""
         # Above the limits by `CLOSING_MAX`: evicted connections close with a delay.
         is_below_max = (
-            self._open < self._connections_max + self._slack + CLOSING_MAX
+            self._open < self.connections_max + self._slack + CLOSING_MAX
             and self._limits.open_count < self._limits.descriptors.connections_max + CLOSING_MAX
         )
         is_surplus = is_below_max and not self._has_capacity(source)
@@ -219,10 +224,11 @@ class ConnectionListener(Generic[Connection]):
     def _has_capacity(self, source: Source) -> bool:
         """Return whether a new connection fits, after evicting an idle one if necessary."""
         limits = self._limits
-        left = self._connections_max - (len(self._sources) - self._surplus)
+        left = self.connections_max - (len(self._sources) - self._surplus)
         is_full = left <= 0 or limits.open_count >= limits.descriptors.connections_max
-        if is_full or left <= self._connections_max // RESERVE_SHARE:
-            if self._sources.count(source) >= self._source_max:
+        if is_full or left <= self.connections_max // RESERVE_SHARE:
+            source_max = max(self.connections_max * limits.source_percent // 100, 1)
+            if self._sources.count(source) >= source_max:
                 return self._evict_idle(source)
             return not is_full or self._evict_idle(None)
         return True

@@ -19,11 +19,10 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 VMSTAT: Final = Path("/proc/vmstat")
 
 
-def receive_bytes(config: Config) -> int:
+def receive_bytes(config: Config, message_bytes: int) -> int:
     """Return the share of one gateway process in `limits.receive_bytes`, at least two messages."""
-    limits, processes = config.limits, config.server.processes
-    total = limits.receive_bytes or memory_bytes() // RECEIVE_SHARE
-    return max(total // processes, 2 * limits.message_bytes)
+    total = config.limits.receive_bytes or memory_bytes() // RECEIVE_SHARE
+    return max(total // config.server.processes, 2 * message_bytes)
 
 
 def oom_kills(counters: Path = VMSTAT) -> int:

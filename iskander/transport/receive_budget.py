@@ -78,16 +78,21 @@ class ReceiveBudget:
     """The receive budget of one process; `refused` counts calls of `evict`."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
         self.holders: set[Holder] = set()
         self.evictions = 0
         self._used = self._peak = self._recent_peak = 0
         self._freed: deque[int] = deque()
-        self._reservable = limit_bytes - limit_bytes // RESERVE_SHARE
         self._reserved: dict[object, int] = {}
         self._waiting: dict[Reservation, tuple[object, int]] = {}
         self._evict_again_ns = self._evict_stalled_ns = 0
         self._timer: asyncio.TimerHandle | None = None
+        self.set_limit(limit_bytes)
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Change the limit; received bytes above a lower one stay until more are received."""
+        self.limit_bytes = limit_bytes
+        self._reservable = limit_bytes - limit_bytes // RESERVE_SHARE
+        self._reserve_waiting()
 
     @property
     def used_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Binding of sockets: TCP ports, optionally shared between processes, and unix socket paths.
 
-Source: socket(7) (SO_REUSEPORT), ipv6(7) (IPV6_V6ONLY).
+Source: socket(7) (SO_REUSEPORT), ipv6(7) (IPV6_V6ONLY), tcp(7) (TCP_KEEPIDLE).
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from iskander.config.schema import Config, ServerConfig
 from iskander.control.attach import LockFile
 from iskander.errors import ConfigError
 from iskander.transport.addresses import owner_of, zmq_address
+
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""Detects a silently lost peer after a minute and a half."""
 
 
 class ReservedPorts:
@@ -94,6 +102,13 @@ async def bind(address: str, *, is_shared: bool) -> list[socket.socket]:
             bound.close()
         raise
     return sockets
+
+
+def keep_alive(listening: socket.socket) -> None:
+    """Probe the peers of accepted TCP connections, which inherit the options."""
+    if listening.family != socket.AF_UNIX:
+        for option in KEEPALIVE:
+            listening.setsockopt(*option)
 
 
 def with_port(address: str, bound: socket.socket) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from iskander.control.messages import (
     Leaving,
     Load,
     Loaded,
+    LoadStep,
     Refused,
     Welcome,
 )
@@ -157,6 +160,27 @@ def test_worker_receives_as_many_batches_as_credits(gateway: Gateway) -> None:
     for n, call in enumerate(calls):
         call.join()
         assert call.result == [3 * n + 1]
+    worker.close()
+
+
+def test_step_of_a_load_is_in_stats_and_log_until_its_end(gateway: Gateway) -> None:
+    worker = ScriptedWorker(gateway.attach_socket)
+    load = worker.receive()
+    assert isinstance(load, Load)
+    worker.send(LoadStep(load.model.key, "building TensorRT engines", 20.3))
+    step = "ids/1: building TensorRT engines, 20 s"
+
+    def load_steps() -> list[str]:
+        return [each["load_step"] for each in gateway.stats()["workers"]]
+
+    eventually(lambda: step in load_steps(), what="the step")
+    assert all(step not in each["notices"] for each in gateway.stats()["workers"])
+    assert step in gateway.text()
+    address = f"http://{gateway.stats()['admin_address']}/status.json"
+    with urllib.request.urlopen(address, timeout=10) as response:
+        assert step in [each["notices"] for each in json.load(response)["workers"]]
+    worker.send(Loaded(load.model.key, contract(), ("CPU",), 1, 1.0))
+    eventually(lambda: not any(load_steps()), what="its end")
     worker.close()
 
 

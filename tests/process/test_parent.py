@@ -45,14 +45,21 @@ signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
 signal.signal(signal.SIGHUP, stop)
 signal.signal(signal.SIGQUIT, lambda *_: os._exit(130))
-drain_s = json.loads((folder / "settings.json").read_text())["server"]["drain_s"]
-while drain_s == 66.0:
+def read():
+    return json.loads((folder / "settings.json").read_text())["server"]
+def reload(*_):
+    if not (folder.parent / "deaf").exists():
+        (folder / "applied").write_text(str(read()["drain_s"]))
+        notify("READY=1\\nX_ISKANDER_RELOADED=1")
+signal.signal(signal.SIGUSR1, reload)
+while read()["busy_poll_us"] == 66:
     notify("WATCHDOG=1")
     time.sleep(0.05)
 hang = folder.parent / "hang"
 if hang.exists():
     hang.unlink()
     time.sleep(60)
+pause("listen_s")
 notify("READY=1\\nX_ISKANDER_READY=0")
 pause("load_s")
 while True:
@@ -63,7 +70,7 @@ WITHIN_S = 20.0
 
 
 class Harness:
-    """A running parent, and the settings that it reads at a roll."""
+    """A running parent, and the settings that it reads at a reload."""
 
     def __init__(self, folder: Path, drain_s: float = 5.0, start_s: float = 20.0) -> None:
         self.folder = folder
@@ -77,11 +84,14 @@ class Harness:
         self.code: asyncio.Task[int] = asyncio.create_task(self.parent.serve())
 
     def write(self, **server: Any) -> None:
-        """Changes the settings for the next roll; with a `drain_s` of 66, no process gets ready."""
+        """Changes the settings for the next reload.
+
+        `busy_poll_us` is not live; with 66, no process gets ready.
+        """
         self.config = replace(self.config, server=replace(self.config.server, **server))
 
     def set_pauses(self, **pauses: float) -> None:
-        """Sets how long children load their models and stop, in seconds."""
+        """Sets how long children take to listen, load their models and stop, in seconds."""
         for name, seconds in pauses.items():
             (self.folder / name).write_text(str(seconds))
 
@@ -90,7 +100,7 @@ class Harness:
         return child.pid if child is not None else 0
 
     def settings(self, index: int) -> Any:
-        """Returns the settings of a process at its last start."""
+        """Returns the settings that the parent last wrote for a process."""
         return json.loads((self.folder / f"process-{index}" / "settings.json").read_text())
 
     def is_ready(self) -> bool:
@@ -129,9 +139,9 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[Harness]:
 async def roll(harness: Harness) -> None:
     """Rolls all processes and waits for the end."""
     starts = [each.starts for each in harness.parent.processes]
-    harness.parent.roll()
+    harness.parent.reload()
     await until(lambda: [each.starts - 1 for each in harness.parent.processes] == starts)
-    await until(lambda: harness.is_ready() and harness.parent._rolling is None)
+    await until(lambda: harness.is_ready() and harness.parent._reloading is None)
 
 
 async def signal_and_await_replacement(
@@ -148,7 +158,7 @@ def test_roll_continues_after_the_previous_process_has_ready_models(tmp_path: Pa
         async with serving(tmp_path) as harness:
             first, second = harness.parent.processes
             harness.set_pauses(load_s=0.5)
-            harness.parent.roll()
+            harness.parent.reload()
             await until(lambda: second.starts == 2 and second.is_ready)
             assert not second.has_ready_models
             await until(lambda: not first.is_ready)
@@ -157,7 +167,98 @@ def test_roll_continues_after_the_previous_process_has_ready_models(tmp_path: Pa
     asyncio.run(run())
 
 
-def test_stop_uses_the_drain_time_of_the_last_roll(
+def applied(harness: Harness) -> list[str]:
+    """Returns the `drain_s` that each running process has applied; empty before."""
+    paths = [harness.folder / f"process-{index}" / "applied" for index in (0, 1)]
+    return [path.read_text() if path.exists() else "" for path in paths]
+
+
+def test_live_settings_are_applied_without_a_replacement(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(tmp_path) as harness:
+            before = [harness.pid(index) for index in (0, 1)]
+            for drain_s in (7.0, 8.0):
+                harness.write(drain_s=drain_s)
+                harness.parent.reload()
+                await until(lambda: harness.parent._reloading is None)
+                assert applied(harness) == [str(drain_s)] * 2
+            assert [harness.pid(index) for index in (0, 1)] == before
+            await signal_and_await_replacement(harness, 1, signal.SIGKILL)
+            assert harness.settings(1)["server"]["drain_s"] == 8.0
+
+    asyncio.run(run())
+
+
+def test_rejected_reload_changes_no_process(tmp_path: Path) -> None:
+    """One setting is live, and the processes share the other."""
+
+    async def run() -> None:
+        async with serving(tmp_path) as harness:
+            harness.write(drain_s=7.0, processes=3)
+            harness.parent.reload()
+            assert harness.parent._reloading is None
+            harness.write(processes=2, drain_s=5.0, lame_duck_s=1.0)
+            harness.parent.reload()
+            await until(lambda: harness.parent._reloading is None)
+            assert applied(harness) == ["5.0", "5.0"]
+
+    asyncio.run(run())
+
+
+def test_settings_that_cannot_be_written_for_one_process_change_none(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(tmp_path) as harness:
+            obstacle = tmp_path / "process-1" / "settings.new"
+            obstacle.mkdir()
+            harness.write(drain_s=7.0)
+            harness.parent.reload()
+            await until(lambda: harness.parent._reloading is None)
+            assert applied(harness) == ["", ""]
+            obstacle.rmdir()
+            harness.parent.reload()
+            await until(lambda: harness.parent._reloading is None)
+            assert applied(harness) == ["7.0", "7.0"]
+
+    asyncio.run(run())
+
+
+def test_process_that_starts_during_a_reload_gets_the_live_settings(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(tmp_path) as harness:
+            process = harness.parent.processes[1]
+            harness.set_pauses(listen_s=0.5)
+            os.kill(harness.pid(1), signal.SIGKILL)
+            await until(lambda: process.starts == 2 and process.has_notified is False)
+            harness.write(drain_s=7.0)
+            harness.parent.reload()
+            await until(lambda: harness.parent._reloading is None)
+            assert harness.settings(1)["server"]["drain_s"] == 7.0
+            assert process.config.server.drain_s == 7.0 and process.starts == 2
+            assert applied(harness) == ["7.0", "7.0"]
+
+    asyncio.run(run())
+
+
+def test_process_that_does_not_apply_live_settings_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parent_module, "RELOAD_S", 0.3)
+
+    async def run() -> None:
+        async with serving(tmp_path) as harness:
+            (tmp_path / "deaf").touch()
+            before = [harness.pid(index) for index in (0, 1)]
+            harness.write(drain_s=7.0)
+            harness.parent.reload()
+            await until(lambda: harness.parent._reloading is None)
+            await until(harness.is_ready)
+            assert not set(before) & {harness.pid(index) for index in (0, 1)}
+            assert harness.settings(0)["server"]["drain_s"] == 7.0
+
+    asyncio.run(run())
+
+
+def test_stop_uses_the_drain_time_of_the_last_reload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parent_module, "STOP_SLACK_S", 0.3)
@@ -165,11 +266,10 @@ def test_stop_uses_the_drain_time_of_the_last_roll(
     async def run() -> None:
         async with serving(tmp_path, drain_s=0.1) as harness:
             harness.write(drain_s=30.0)
-            await roll(harness)
-            assert harness.settings(0)["server"]["drain_s"] == 30.0
+            harness.parent.reload()
+            await until(lambda: harness.parent._reloading is None)
+            assert applied(harness) == ["30.0", "30.0"]
             markers = [tmp_path / f"process-{index}" / "ended" for index in (0, 1)]
-            for each in markers:
-                each.unlink()  # Written by the replaced process.
             harness.set_pauses(stop_s=1.0)
             harness.parent.stop()
             assert await harness.code == 0
@@ -182,13 +282,13 @@ def test_restarted_process_gets_the_settings_of_the_parent(tmp_path: Path) -> No
     async def run() -> None:
         async with serving(tmp_path) as harness:
             port = harness.settings(1)["server"]["address"]
-            harness.write(drain_s=7.0)  # Applies at a later roll.
+            harness.write(drain_s=7.0)  # Applies at a later reload.
             for _ in range(2):
                 await signal_and_await_replacement(harness, 1, signal.SIGKILL)
                 assert harness.settings(1)["server"]["drain_s"] == 5.0
                 assert harness.settings(1)["server"]["address"] == port != ["127.0.0.1:0"]
                 harness.write(drain_s=-1.0)
-                harness.parent.roll()
+                harness.parent.reload()
 
     asyncio.run(run())
 
@@ -238,26 +338,23 @@ def test_settings_are_reverted_if_a_process_does_not_get_ready(tmp_path: Path, i
     async def run() -> None:
         async with serving(tmp_path, start_s=2.0) as harness:
             parent, process = harness.parent, harness.parent.processes[index]
-            if not index:
-                harness.write(drain_s=7.0)
-            else:
-                harness.write(drain_s=66.0)
-            parent.roll()
+            harness.write(busy_poll_us=66 if index else 7)
+            parent.reload()
             if not index:
                 # Process 1 is replaced; process 0 starts with settings that never get ready.
                 await until(lambda: parent.processes[1].starts == 2)
                 parent._config = replace(
-                    parent._config, server=replace(parent._config.server, drain_s=66.0)
+                    parent._config, server=replace(parent._config.server, busy_poll_us=66)
                 )
-            await until(lambda: process.starts == 3 and parent._rolling is None)
+            await until(lambda: process.starts == 3 and parent._reloading is None)
             await until(harness.is_ready)
             for number in (0, 1):
-                assert harness.settings(number)["server"]["drain_s"] == 5.0
+                assert harness.settings(number)["server"]["busy_poll_us"] == 0
             await signal_and_await_replacement(harness, 1, signal.SIGKILL)
-            assert harness.settings(1)["server"]["drain_s"] == 5.0
-            harness.write(drain_s=8.0)
+            assert harness.settings(1)["server"]["busy_poll_us"] == 0
+            harness.write(busy_poll_us=8)
             await roll(harness)
-            assert harness.settings(0)["server"]["drain_s"] == 8.0
+            assert harness.settings(0)["server"]["busy_poll_us"] == 8
 
     asyncio.run(run())
 
@@ -290,13 +387,13 @@ def test_revert_stops_at_a_process_without_ready_models(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(tmp_path, start_s=1.0) as harness:
             parent, (first, second) = harness.parent, harness.parent.processes
-            harness.write(drain_s=7.0)
+            harness.write(busy_poll_us=7)
             harness.set_pauses(load_s=0.0)
-            parent.roll()
+            parent.reload()
             await until(lambda: second.starts == 2 and second.has_ready_models)
             harness.set_pauses(load_s=4.0)
             await until(lambda: first.starts == 2)
-            await until(lambda: parent._rolling is None)
+            await until(lambda: parent._reloading is None)
             # The first has no ready models with either settings; the second is not replaced.
             assert first.starts == 3 and not first.has_ready_models
             assert second.starts == 2 and second.has_ready_models
@@ -324,8 +421,8 @@ def test_process_that_exits_long_after_its_kill_is_restarted(
         async with serving(tmp_path, drain_s=0.1, start_s=1.0) as harness:
             parent, process = harness.parent, harness.parent.processes[1]
             is_delayed.set()
-            parent.roll()
-            await until(lambda: bool(delayed) and parent._rolling is None)
+            parent.reload()
+            await until(lambda: bool(delayed) and parent._reloading is None)
             assert process.starts == 1 and process.child is not None
             # The other process is not replaced.
             assert {each.index for _, each, _ in delayed} == {1}
@@ -381,14 +478,14 @@ def test_service_manager_is_notified_of_each_roll_and_its_end(
                 harness.write(processes=2, drain_s=5.0)
                 harness.write(**changes.get(state[:7], {}))
                 notifications.clear()
-                harness.parent.roll()
+                harness.parent.reload()
                 await until(lambda: has_received("READY"))
                 assert int(notifications[0]["MONOTONIC_USEC"]) > 0
                 assert [next(iter(each)) for each in notifications] == ["RELOADING", "READY"]
                 assert state in notifications[1]["STATUS"]
             notifications.clear()
             # A stop during a roll sends no READY.
-            harness.parent.roll()
+            harness.parent.reload()
             harness.parent.stop()
             await harness.code
             has_received("")

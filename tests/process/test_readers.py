@@ -7,6 +7,7 @@ import os
 import signal
 from typing import Any
 
+import psutil
 import pytest
 
 from iskander.auth.source import UNKNOWN_SOURCE
@@ -45,6 +46,24 @@ def test_idle_process_that_ends_is_forgotten() -> None:
         assert await planned(readers) is not reader
         await readers.stop()
         assert not faults
+
+    asyncio.run(run())
+
+
+def test_new_limits_end_idle_processes() -> None:
+    """The next one has the new limit of memory."""
+
+    async def run() -> None:
+        readers = Readers(SourceReadsConfig(idle_s=600), 1 << 20)
+        reader = await planned(readers)
+        readers.configure(SourceReadsConfig(idle_s=600, memory_bytes=1 << 30), 1 << 20)
+        async with asyncio.timeout(WAIT_S):
+            await reader.ended
+            while readers.processes:
+                await asyncio.sleep(0)
+        changed = await planned(readers)
+        assert str(1 << 30) in psutil.Process(changed.pid).cmdline()
+        await readers.stop()
 
     asyncio.run(run())
 

@@ -32,6 +32,7 @@ from iskander.control.messages import (
     Load,
     Loaded,
     LoadFailed,
+    LoadStep,
     ModelSpec,
     Notice,
     Probe,
@@ -132,6 +133,7 @@ SAMPLES: dict[str, Any] = {
         3, CONTRACT, ("CPUExecutionProvider",), 4, 8.0, "ab" * 32
     ),
     "Loaded with defaults": Loaded(0, Contract((), (), "all"), (), 1, 0.0),
+    "LoadStep": LoadStep(model=3, step="building TensorRT engines", seconds=20.0),
     "LoadFailed": LoadFailed(model=3, code="manifest", message="no such tensor"),
     "Unload": Unload(model=3),
     "Unloaded": Unloaded(model=3),

@@ -28,7 +28,8 @@ class Collector:
         command = [sys.executable, __file__, str(self.file), mode]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}/v1/traces"
+        self.base = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
+        self.url = f"{self.base}/v1/traces"
 
     def spans(self) -> list[dict[str, Any]]:
         """All received spans."""
@@ -72,8 +73,12 @@ def main() -> None:
                 for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
                     about = plain(resource.resource.attributes)
                     for scope in resource.scope_spans:
+                        origin = {
+                            "resource": about,
+                            "scope": [scope.scope.name, scope.scope.version],
+                        }
                         for span in scope.spans:
-                            file.write(json.dumps(readable(span) | {"resource": about}) + "\n")
+                            file.write(json.dumps(readable(span) | origin) + "\n")
             self._answer(200, ExportTraceServiceResponse().SerializeToString())
 
         def _answer(self, status: int, body: bytes) -> None:
@@ -97,6 +102,7 @@ def main() -> None:
             "span_id": span.span_id.hex(),
             "parent_id": span.parent_span_id.hex(),
             "state": span.trace_state,
+            "flags": span.flags,
             "start_ns": span.start_time_unix_nano,
             "end_ns": span.end_time_unix_nano,
             "is_error": span.status.code == 2,

@@ -107,7 +107,6 @@ class Gateway:
         self.log = folder / "gateway.log"
         self.process: subprocess.Popen[bytes] | None = None
         self.address = ""
-        self.has_spawn = sections["workers"].get("spawn", True)
 
     @property
     def pid(self) -> int:

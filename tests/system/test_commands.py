@@ -89,9 +89,9 @@ def test_config_show_prints_the_origin_of_each_value() -> None:
         "--set", "limits.streams=7",
     )  # fmt: skip
     lines = {line.split()[0]: line.split() for line in text.splitlines()}
-    assert lines["limits.streams"] == ["limits.streams", "7", "--set"]
-    assert lines["server.address"][-1] == "file"
-    assert lines["limits.rows"][-1] == "default"
+    assert lines["limits.streams"] == ["limits.streams", "--set", "7"]
+    assert lines["server.address"][1] == "file"
+    assert lines["limits.rows"][1] == "default"
 
 
 def test_config_reference_is_a_valid_configuration(tmp_path: Path) -> None:

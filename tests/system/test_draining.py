@@ -77,3 +77,16 @@ def test_drain_ends_at_its_limit_with_unread_responses(short_drain: Gateway) -> 
         short_drain.signal(signal.SIGTERM)
         assert short_drain.wait() == 0
     assert "not drained in" in short_drain.text()
+
+
+@pytest.mark.slow
+def test_drain_has_the_limit_of_the_last_reload(long_drain: Gateway) -> None:
+    with SlowReader(long_drain):
+        text = long_drain.config.read_text()
+        long_drain.config.write_text(text.replace("drain_s = 20.0", "drain_s = 0.5"))
+        long_drain.signal(signal.SIGHUP)
+        changed = "reloaded: server.drain_s changed"
+        eventually(lambda: changed in long_drain.text(), what="the reload")
+        long_drain.signal(signal.SIGTERM)
+        assert long_drain.wait() == 0
+    assert "not drained in 0.5 s (`server.drain_s`)" in long_drain.text()

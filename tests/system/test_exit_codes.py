@@ -98,6 +98,8 @@ def test_missing_and_unknown_tokens(server: Gateway, command: str, token: str | 
         ("doctor", QUICKSTART),
         ("config", "show", QUICKSTART),
         ("config", "reference"),
+        ("install-systemd", "--config", QUICKSTART, "--dry-run"),
+        ("logs", "list"),
         ("models",),
         ("stats",),
         ("reload",),

@@ -21,6 +21,7 @@ from iskander.auth.tokens import add_token
 from iskander.errors import IskanderError
 from iskander.logs.catalog import EVENTS, LIBRARY_MESSAGE
 from iskander.logs.formats import RESERVED
+from iskander.logs.recognition import recognize
 from iskander.logs.repeats import FIRST
 
 BATCH = pa.record_batch({"x": pa.array([1, 2], pa.int64())})
@@ -145,11 +146,11 @@ def test_repeats_are_summed_up(tmp_path: Path) -> None:
     assert "(repeated " in found[-1]["message"]
 
 
-def iskander(*words: str) -> subprocess.CompletedProcess[str]:
+def iskander(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"COLUMNS": "200"}
     return subprocess.run(
         [str(BIN / "iskander"), *words],
-        capture_output=True, text=True, timeout=60, check=False, env=environment,
+        capture_output=True, text=True, timeout=60, check=False, env=environment, input=stdin,
     )  # fmt: skip
 
 
@@ -162,8 +163,25 @@ def test_command_explains_events() -> None:
     event = json.loads(iskander("logs", "explain", "worker_hung", "--json").stdout)
     assert (event["level"], event["topic"]) == ("error", "worker")
 
+    line = "13:16:37 I iskander.supervisor: worker 0: attached, was starting, is loading"
+    assert iskander("logs", "explain", line).stdout.startswith("worker_changed: info")
+
     done = iskander("logs", "explain", "worker_hangs")
     assert done.returncode == 2 and "similar: worker_hung" in done.stderr
+
+
+def test_command_explains_every_line_of_a_text_log(tmp_path: Path) -> None:
+    served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids"))}]
+    with running(tmp_path, served) as gateway:
+        gateway.kill_worker()
+        eventually(lambda: "ended by SIGKILL" in gateway.text())
+        gateway.wait_ready()
+    assert all(len(recognize(line)) == 1 for line in gateway.text().splitlines())
+
+    explained = iskander("logs", "explain", "-", "--json", stdin=gateway.text())
+    names = [event["event"] for event in json.loads(explained.stdout)]
+    assert {"worker_changed", "worker_process_exited", "ready", "stopped"} <= set(names)
+    assert len(names) == len(set(names))
 
 
 def test_command_lists_events() -> None:

@@ -373,7 +373,7 @@ def test_single_process_reloads_and_keeps_serving_after_sighup(tmp_path: Path) -
         gateway.client() as client,
     ):
         gateway.signal(signal.SIGHUP)
-        words = "reloaded: no live setting changed"
+        words = "reloaded: no setting changed"
         eventually(lambda: words in gateway.text(), what="the log line")
         assert is_correct(client)
 

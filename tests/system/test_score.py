@@ -214,6 +214,22 @@ def test_dry_run_shows_the_plan_and_writes_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"in.parquet"}
 
 
+def test_plan_and_report_as_json(gateway: Gateway, place: Path, tmp_path: Path) -> None:
+    """Standard output is one JSON value; with results on it, the option is wrong usage."""
+    table = pa.table({"number": pa.array(range(100), pa.int32())})
+    pq.write_table(table, tmp_path / "in.parquet")
+    words = ("ids", "in.parquet", "--server", gateway.address, "--map", "x=number", "--json")
+    plan = json.loads(score(tmp_path, *words, "-o", "out", "--dry-run")[0])
+    assert (plan["units"], plan["rows"], plan["earlier"]["state"]) == (1, 100, "none")
+    assert plan["columns"] == [
+        {"input": "x", "column": "number", "given": "int32", "sent": "int64"}
+    ]
+    assert plan["estimate"]["rows"] == 100
+    report = json.loads(score(tmp_path, *words, "-o", "out")[0])
+    assert (report["state"], report["rows_in"], report["rows_out"]) == ("done", 100, 100)
+    assert "--report" in score(tmp_path, *words, "-o", "-", code=2)[1]
+
+
 # -- Errors and exit codes
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
 import shlex
@@ -223,7 +224,10 @@ def test_changed_files_are_kept_unless_forced(tmp_path: Path) -> None:
     before = install(file, etc, "--dry-run")
     assert not etc.exists() and "ExecStart=" in before
     install(file, etc)
-    assert "written" not in install(file, etc)
+    again = json.loads(install(file, etc, "--json"))
+    assert {each["state"] for each in again["files"]} == {"unchanged"}
+    assert all(Path(each["path"]).read_text() == each["text"] for each in again["files"])
+    assert again["commands"][-1] == "systemctl enable --now iskander-gateway"
     slice_file = etc / "systemd/system/iskander.slice"
     own = slice_file.read_text() + "MemoryMax=8G\n"
     slice_file.write_text(own)

@@ -1,7 +1,11 @@
-"""Traces of a running server, as an OTLP collector in another process receives them."""
+"""Traces of a running server, as an OTLP endpoint in another process receives them.
+
+Slow tests send them through an OpenTelemetry collector, Rotel, to that endpoint.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -26,8 +30,10 @@ from support import models, python_models
 from support.otlp_collector import Collector, collecting
 from support.processes import Gateway, eventually, running
 from support.robots import address_of, ask, connected
+from support.rotel import forwarding
 from system.test_pipelines import text_pipeline
 
+from iskander import __version__
 from iskander.client import Client
 from iskander.errors import ContractError, DeadlineExceeded, ExecutionFailed, PoisonedRequest
 
@@ -43,14 +49,18 @@ class Model(Base):
 """
 """A model that takes as many milliseconds as the first row says."""
 TRACER = TracerProvider().get_tracer("test")
+REMOTE, LOCAL = 0x300, 0x100
+"""Bits of a span's flags: its parent is in another process, or not."""
 STAGES = ["admission", "queue", "dispatch", "run", "response"]
+REQUEST_SPANS = 2 + len(STAGES)
+"""Of a request in a batch of its own: the server's, its stages, and the batch."""
 
 Span = dict[str, Any]
 
 
 @dataclass
 class Traced:
-    """A gateway and its collector."""
+    """A gateway, and the endpoint that receives its spans."""
 
     gateway: Gateway
     collector: Collector
@@ -93,8 +103,15 @@ def counts(gateway: Gateway) -> dict[str, float]:
     return {line.split('"')[1]: float(line.split()[-1]) for line in found}
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+def failures(gateway: Gateway) -> list[str]:
+    """Log lines of failed exports."""
+    return [line for line in gateway.text().splitlines() if "spans cannot be exported" in line]
+
+
+@pytest.fixture(scope="module", params=["direct", pytest.param("rotel", marks=pytest.mark.slow)])
+def traced(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Traced]:
     """A server that traces only sampled callers, errors and slow requests."""
     folder = tmp_path_factory.mktemp("tracing")
     together = {"linger_us": 10_000_000, "refuse_late": False}
@@ -110,9 +127,12 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
         python_models.entry(folder / "slow", SLEEPING, workers=1),
         text_pipeline(folder / "texts", workers=1),
     ]
-    with (
-        collecting(folder) as collector,
-        running(
+    with contextlib.ExitStack() as stack:
+        collector = stack.enter_context(collecting(folder))
+        url = collector.url
+        if request.param == "rotel":
+            url = stack.enter_context(forwarding(folder, collector.base)).url
+        gateway = running(
             folder,
             served,
             workers={"groups": ["0"]},
@@ -122,11 +142,10 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
                 "enabled": True,
                 "ratio": 0.0,
                 "slow_ms": SLOW_MS,
-                "endpoint": collector.url,
+                "endpoint": url,
             },
-        ) as gateway,
-    ):
-        yield Traced(gateway, collector)
+        )
+        yield Traced(stack.enter_context(gateway), collector)
 
 
 def require_nested(trace: dict[str, list[Span]]) -> None:
@@ -179,6 +198,9 @@ def test_client_span_is_the_parent_of_the_servers(traced: Traced) -> None:
     assert resource["service.name"] == "iskander"
     assert resource["process.pid"] == traced.gateway.pid
     assert resource["iskander.process"] == 0
+    assert server["scope"] == ["iskander", __version__]
+    assert server["flags"] & REMOTE == REMOTE
+    assert {trace[name][0]["flags"] & REMOTE for name in STAGES} == {LOCAL}
 
 
 def test_each_batch_of_a_stream_has_a_span_and_its_own_context_first(traced: Traced) -> None:
@@ -355,15 +377,15 @@ def test_lost_worker_and_retry_are_events(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode",
+    ("mode", "reason"),
     [
-        "hang",
-        pytest.param("reject", marks=pytest.mark.slow),
-        pytest.param("absent", marks=pytest.mark.slow),
+        ("hang", ""),
+        pytest.param("reject", "code: 400", marks=pytest.mark.slow),
+        pytest.param("absent", "Connection refused", marks=pytest.mark.slow),
     ],
 )
-def test_requests_do_not_depend_on_the_collector(tmp_path: Path, mode: str) -> None:
-    """Spans that are not exported are counted; the shutdown has a limit."""
+def test_requests_do_not_depend_on_the_collector(tmp_path: Path, mode: str, reason: str) -> None:
+    """Spans that are not exported are counted, the log has the reason, the shutdown has a limit."""
     served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids"))}]
     with collecting(tmp_path, mode) as collector:
         if mode == "absent":
@@ -379,9 +401,65 @@ def test_requests_do_not_depend_on_the_collector(tmp_path: Path, mode: str) -> N
                 return counts(gateway)["failed" if mode == "reject" else "queue_full"]
 
             eventually(has_dropped, what="dropped spans")
-            if mode == "reject":
-                eventually(lambda: "spans cannot be exported" in gateway.text())
+            if reason:
+                (line,) = eventually(lambda: failures(gateway))
+                assert reason in line
             assert collector.spans() == []
+        if mode == "hang":
+            assert "spans that are not exported" in gateway.text()
+
+
+@pytest.mark.slow
+def test_killed_collector_loses_counted_spans_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs, is killed, and starts again: every request is answered, every span is counted."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids"))}]
+    tracing = {"enabled": True, "ratio": 1.0, "queue": 20, "spans_per_s": 1_000_000}
+    with (
+        collecting(tmp_path) as collector,
+        forwarding(tmp_path, collector.base) as rotel,
+        running(
+            tmp_path, served, workers={"groups": ["0"]}, tracing=tracing | {"endpoint": rotel.url}
+        ) as gateway,
+        gateway.client() as client,
+    ):
+        spans = 0
+
+        def score(count: int) -> None:
+            nonlocal spans
+            for _ in range(count):
+                assert client.score("ids", BATCH)["y"].to_pylist() == [4, 7]
+            spans += count * REQUEST_SPANS
+
+        def is_full() -> bool:
+            score(200)
+            return counts(gateway)["queue_full"] > 0
+
+        def is_resumed() -> bool:
+            score(1)
+            return "spans are exported again" in gateway.text()
+
+        score(5)
+        eventually(lambda: len(collector.spans()) == spans, what="spans before the failure")
+        before = collector.spans()
+        rotel.process.send_signal(signal.SIGSTOP)
+        eventually(is_full, what="a full queue")
+        assert collector.spans() == before
+        rotel.kill()
+        eventually(lambda: failures(gateway), what="a failed export")
+        rotel.start()
+        eventually(is_resumed, what="exports to the new process")
+        eventually(lambda: sum(counts(gateway).values()) == spans, what="an empty queue")
+        found = counts(gateway)
+        assert found["failed"] > 0
+        eventually(lambda: len(collector.spans()) == found["exported"], what="the exported spans")
+        trace_id, parent = context()
+        (_,) = client.stream("ids", [(BATCH, {"traceparent": parent})])
+        (server,) = Traced(gateway, collector).trace(trace_id)[EXCHANGE]
+        assert server["parent_id"] == parent_of(parent)
 
 
 def test_export_process_is_replaced_and_the_last_spans_are_flushed(tmp_path: Path) -> None:
@@ -407,9 +485,32 @@ def test_export_process_is_replaced_and_the_last_spans_are_flushed(tmp_path: Pat
         }
 
 
+@pytest.mark.slow
+def test_exception_of_the_export_process_is_an_event(tmp_path: Path) -> None:
+    """OpenTelemetry rejects a variable of the environment."""
+    served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids"))}]
+    sections: dict[str, Any] = {"tracing": {"enabled": True}, "admin": {"log_format": "json"}}
+    gateway = Gateway(tmp_path, served, **sections)
+    provider = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"
+    try:
+        gateway.start(**{provider: "missing"})
+        eventually(lambda: "export_process_ended" in gateway.text())
+        lines = [json.loads(line) for line in gateway.text().splitlines()]
+        crash = next(line for line in lines if line["event"] == "auxiliary_process_crashed")
+        assert crash["logger"] == "iskander.auxiliary"
+        assert "missing" in crash["exception"]
+        assert gateway.stop() == 0
+    finally:
+        gateway.end()
+
+
 def exporters(gateway: Gateway) -> list[psutil.Process]:
-    children = psutil.Process(gateway.pid).children(recursive=True)
-    return [each for each in children if "iskander.telemetry.tracing.exporter" in each.cmdline()]
+    found = []
+    for child in psutil.Process(gateway.pid).children(recursive=True):
+        with contextlib.suppress(psutil.ZombieProcess):
+            if "iskander.telemetry.tracing.exporter" in child.cmdline():
+                found.append(child)
+    return found
 
 
 @pytest.mark.slow
@@ -423,10 +524,9 @@ def test_each_gateway_process_exports_with_the_environments_resource(tmp_path: P
             workers={"groups": ["0"]},
             tracing={"enabled": True, "ratio": 1.0},
         )
-        base = collector.url.removesuffix("/v1/traces")
         try:
             gateway.start(
-                OTEL_EXPORTER_OTLP_ENDPOINT=base,
+                OTEL_EXPORTER_OTLP_ENDPOINT=collector.base,
                 OTEL_SERVICE_NAME="scores",
                 OTEL_RESOURCE_ATTRIBUTES="deployment.environment.name=test",
             )

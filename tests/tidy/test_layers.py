@@ -128,9 +128,7 @@ IMPORTERS = {
     "zmq": (
         (
             "iskander/control/zmq_channel.py",
-            "iskander/event_stream/endpoint.py",
             "iskander/event_stream/forwarder.py",
-            "iskander/event_stream/publisher.py",
             "iskander/event_stream/subscriber.py",
         ),
         "iskander.control.channel",
@@ -254,7 +252,9 @@ PURE = (
     "iskander/event_stream/losses.py",
     "iskander/event_stream/messages.py",
     "iskander/event_stream/queue.py",
+    "iskander/event_stream/subscriptions.py",
     "iskander/logs/formats.py",
+    "iskander/logs/recognition.py",
     "iskander/logs/repeats.py",
     "iskander/telemetry/history.py",
     "iskander/telemetry/status_merge.py",

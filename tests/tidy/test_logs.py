@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from iskander.cli.main import build_parser
+from iskander.config.reference import settings
 from iskander.logs.catalog import EVENTS, GROUPS, events_of
 from iskander.logs.formats import LIBRARY_MESSAGE, RESERVED
 
@@ -24,7 +26,6 @@ LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 SET_UP = {
     "iskander/client/retry.py",
     "iskander/event_stream/changes.py",
-    "iskander/gateway/server.py",
     "iskander/observer/__main__.py",
     "iskander/repository/changes.py",
     "iskander/telemetry/events.py",
@@ -43,6 +44,9 @@ PRINTING = {
     "traceback.print_exception", "warnings.warn",
 }  # fmt: skip
 FIELD_TYPES = {int, float, str}
+QUOTED = re.compile(r"`([^`]+)`")
+SETTINGS = {setting.path for setting in settings()}
+SECTIONS = {path.partition(".")[0] for path in SETTINGS}
 IDS = [path.relative_to(ROOT).as_posix() for path in SOURCES]
 
 
@@ -77,7 +81,8 @@ def test_every_event_is_logged_somewhere() -> None:
         groups = _imported_groups(tree)
         attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
         called |= {node.attr for node in attributes if _base(node) in groups}
-    called |= {"worker_crashed"}  # By the package itself, for an uncaught exception.
+    # By the package itself, for an uncaught exception.
+    called |= {"worker_crashed", "auxiliary_process_crashed"}
     assert EVENTS.keys() - called == set()
 
 
@@ -98,6 +103,18 @@ def test_event_is_complete(name: str) -> None:
     assert set(event.fields.values()) <= FIELD_TYPES
     assert set(event.subject) <= event.fields.keys()
     assert not event.fields.keys() & set(RESERVED)
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_event_names_existing_settings_events_and_commands(name: str) -> None:
+    event = EVENTS[name]
+    for quoted in QUOTED.findall(f"{event.meaning} {event.advice}"):
+        if quoted.partition(".")[0] in SECTIONS and "." in quoted:
+            assert quoted in SETTINGS
+        elif re.fullmatch(r"[a-z]+_[a-z_]+", quoted):
+            assert quoted in EVENTS
+        elif quoted.startswith("iskander "):
+            build_parser().parse_args(quoted.split()[1:])
 
 
 def _imported_groups(tree: ast.Module) -> dict[str, object]:

@@ -52,7 +52,7 @@ _shtab_iskander_drift_commands() {
 
 _shtab_iskander_logs_commands() {
   local _commands=(
-    explain:'The meaning of an event, and what to do about it.'
+    explain:'The meaning of an event or a line, and what to do about it.'
     list:'Every event of the log.'
   )
   _describe 'iskander logs commands' _commands
@@ -236,6 +236,7 @@ _shtab_iskander_install_systemd_options=(
   "--user[existing account of the services (default\: iskander, which is created)]:NAME:"
   "--dry-run[print the files, write nothing]"
   "--force[overwrite files that were changed]"
+  "--json[print one JSON value]"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -266,7 +267,7 @@ _shtab_iskander_logs_defaults_added=0
 _shtab_iskander_logs_explain_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print one JSON value]"
-  ":\`event\` of a JSON line, or from the list:"
+  ":name of an event, or a line of the log in quotes\; \`-\`\: the lines of stdin:"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -357,6 +358,7 @@ _shtab_iskander_score_options=(
   "--dry-run[show the plan\; score one batch]"
   "--progress[auto, bar, plain, json or none]:KIND:"
   "--report[report as JSON\; - is stderr]:FILE:_files"
+  "--json[print one JSON value]"
   ":model file or folder\; with a server NAME\[\@VERSION\]:"
   "(*):files, folders, URIs, tables, or - (Arrow):"
 )

@@ -102,7 +102,9 @@ def check_placement(subject: Subject) -> Iterator[Finding]:
     if not placed.notes:
         yield Finding("placement", State.OK, found, why)
     for note in placed.notes:
-        yield Finding("placement", State.NOTE, f"{found}; {note}", why, "see docs/placement.md")
+        fix = "set server.cores, workers.groups or workers.count in the configuration"
+        undo = "set the former values"
+        yield Finding("placement", State.NOTE, f"{found}; {note}", why, fix, undo)
 
 
 def check_numa(subject: Subject) -> Iterator[Finding]:

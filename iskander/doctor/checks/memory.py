@@ -97,7 +97,7 @@ def _transparent(rule: str) -> Finding:
     if rule in ("advise", "always", "within_size", "force"):
         return Finding("transparent_huge_pages", State.OK, found, why)
     if rule not in ("never", "deny"):
-        return Finding("transparent_huge_pages", State.NOTE, found, why)
+        return Finding("transparent_huge_pages", State.OK, found, why)
     fix, undo = (f"echo {value} > {_TRANSPARENT}" for value in ("advise", rule))
     return Finding("transparent_huge_pages", State.WARNING, found, why, fix, undo)
 

@@ -11,6 +11,10 @@ from iskander.doctor.checks.subject import Check, Subject, mib
 from iskander.doctor.finding import Finding, State
 
 OLDEST_RUNTIME = (1, 27)
+FIXES = {
+    "cuda": "pip install 'iskander[gpu]', and the NVIDIA driver",
+    "tensorrt": "pip install 'iskander[gpu]' 'tensorrt-cu13-libs>=10,<11', and the NVIDIA driver",
+}
 
 
 def check_runtime(subject: Subject) -> Iterator[Finding]:
@@ -39,7 +43,7 @@ def check_providers(subject: Subject) -> Iterator[Finding]:
     why = "A model whose provider is missing does not load: the CPU is not used instead."
     for name, error in runtimes.provider_errors:
         if error:
-            fix = "pip install 'onnxruntime-gpu[cuda,cudnn]', and the NVIDIA driver"
+            fix = FIXES[name]
             undo = f"set execution_providers without {name} in the configuration"
             yield Finding("providers", State.PROBLEM, f"{name}: {error}", why, fix, undo)
         else:
@@ -48,8 +52,10 @@ def check_providers(subject: Subject) -> Iterator[Finding]:
         yield Finding("providers", State.OK, "all models run on the CPU", why)
     if not runtimes.gpus:
         state = State.NOTE if runtimes.provider_errors else State.OK
-        found = "no GPU visible through NVML (pip install nvidia-ml-py)"
-        yield Finding("gpus", state, found)
+        found = "no GPU visible through NVML"
+        why = "Without NVML the memory of a card is unknown, and its state is not monitored."
+        fix = "pip install nvidia-ml-py, and the NVIDIA driver"
+        yield Finding("gpus", state, found, why, fix, "pip uninstall nvidia-ml-py")
         return
     names = ", ".join(f"{gpu.name} with {mib(gpu.memory_bytes)}" for gpu in runtimes.gpus)
     yield Finding("gpus", State.OK, f"{names}; driver {runtimes.driver}")

@@ -40,7 +40,7 @@ def check_kernel(subject: Subject) -> Iterator[Finding]:
 def _attempted(check: str, error: str, success: str, why: str, fix: str) -> Finding:
     if not error:
         return Finding(check, State.OK, success, why)
-    return Finding(check, State.PROBLEM, error, why, fix, "use the former profile")
+    return Finding(check, State.PROBLEM, error, why, fix, "use the former profile and value")
 
 
 def check_clock(subject: Subject) -> Iterator[Finding]:
@@ -55,9 +55,11 @@ def check_clock(subject: Subject) -> Iterator[Finding]:
         yield Finding("clock", State.OK, found, why)
         return
     available = [name for name in FAST_CLOCKS if name in kernel.clock_sources]
-    fix = f"echo {available[0]} > {_CLOCK}" if available else ""
-    undo = f"echo {kernel.clock_source} > {_CLOCK}" if available else ""
-    found += "" if available else f"; available: {', '.join(kernel.clock_sources)}"
+    if available:
+        fix, undo = (f"echo {name} > {_CLOCK}" for name in (available[0], kernel.clock_source))
+    else:
+        found += f"; available: {', '.join(kernel.clock_sources)}"
+        fix, undo = f"use a machine with one of {', '.join(FAST_CLOCKS)}", "use the former machine"
     yield Finding("clock", State.WARNING, found, why, fix, undo)
 
 

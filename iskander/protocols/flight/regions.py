@@ -75,6 +75,10 @@ class RegionServer:
         self._listener = LocalListener(listener, frame_bytes, self._allocate, self._reject)
         self._listener.open()
 
+    def configure(self, config: SharedMemoryConfig) -> None:
+        """Apply the limits to new regions."""
+        self._config = config
+
     def close(self) -> None:
         """Stop listening and release all regions."""
         if self._bound is not None and self._listener is not None:

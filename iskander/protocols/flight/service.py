@@ -53,7 +53,7 @@ ACTIONS = {
     "shared-memory": "Socket path and size limit of shared memory regions; one JSON object.",
     "drain": "Stop the server as SIGTERM does, for a token that may manage all models; one object.",
     "reload": "Apply the changed settings of the configuration file, for such a token; one object "
-    "with `changed` and `needs_restart`.",
+    "with `changed`.",
     "stats": "State of lanes, workers and memory; one JSON object.",
     "metrics": 'Body {"name"?, "labels"?, "window_s"?}. Recent values of each metric: count, mean, '
     "minimum, maximum, percentiles and the latest; one JSON object.",

@@ -116,6 +116,11 @@ class FlightSources:
         self.reads: dict[str, Read] = {}
         self.counts: Counter[str] = Counter()
 
+    def configure(self, config: SourceReadsConfig, frame_bytes: int) -> None:
+        """Apply the limits to new plans and reads; see `Readers`."""
+        self._config = config
+        self._readers.configure(config, frame_bytes)
+
     def __contains__(self, name: str) -> bool:
         return name in self._sources
 

@@ -91,6 +91,12 @@ class InferentialService:
         """Stop accepting connections; open ones continue."""
         self._listener.stop_accepting()
 
+    def configure(self, config: Config) -> None:
+        """Apply the limits: of a window to new clients, the others to all."""
+        self.limits = config.limits
+        self._listener.message_bytes = config.limits.message_bytes
+        self._listener.connections_max = config.inferential.connections
+
     def drain(self) -> None:
         """Reject new observations; accepted ones are still answered."""
         self.is_draining = True

@@ -10,15 +10,8 @@ from collections.abc import Callable
 
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.connection_listener import ConnectionListener
+from iskander.transport.sockets import keep_alive
 from iskander.transport.zmtp.connection import Connection, Session
-
-KEEPALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-)
-"""Detects a silently lost peer after a minute and a half. Source: tcp(7)."""
 
 
 class Listener(ConnectionListener[Connection]):
@@ -48,9 +41,7 @@ class Listener(ConnectionListener[Connection]):
 
     async def listen(self, listening: socket.socket) -> None:
         """Accept peers on a bound socket."""
-        if listening.family != socket.AF_UNIX:
-            for option in KEEPALIVE:
-                listening.setsockopt(*option)  # Accepted sockets inherit it.
+        keep_alive(listening)
         await super().listen(listening)
 
     def connection(self) -> Connection:
@@ -60,5 +51,5 @@ class Listener(ConnectionListener[Connection]):
     def on_rejected(self) -> None:
         """Count and report a peer rejected at the limit."""
         super().on_rejected()
-        limit = f"limit of {self._connections_max} peers reached (`inferential.connections`)"
+        limit = f"limit of {self.connections_max} peers reached (`inferential.connections`)"
         self.on_broken(f"connection rejected: {limit}")

@@ -164,9 +164,9 @@ def test_probes_go_on_after_an_error_of_the_callers_token_function(world: World)
 def test_waits_between_probes_are_bounded(world: World) -> None:
     targets = world.targets("a:1", "b:1")
     lease = targets.pick()
-    world.script[address_of(lease)] += [False] * 100
+    world.script[address_of(lease)] += [False] * 2000
     targets.release(lease, BROKEN)
-    for _ in range(50):
+    for _ in range(1200):
         wait_s = targets.tend()
         assert wait_s is not None
         assert wait_s <= 6.0

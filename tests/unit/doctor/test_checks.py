@@ -44,25 +44,31 @@ def findings(tmp_path: Path) -> Diagnose:
         sections.setdefault("models", [MODEL])
         facts = read_facts(trees.write_tree(files, tmp_path))
         demand = demand_of(msgspec.convert(sections, Config), facts.cpus.topology)
-        return {each.check: each for each in diagnose(Subject(facts, probes, demand))}
+        found = diagnose(Subject(facts, probes, demand))
+        for each in found:
+            assert_complete(each)
+        return {each.check: each for each in found}
 
     return of
 
 
+def assert_complete(finding: Finding) -> None:
+    """A finding that is not ok says why it matters, how to correct it, and how to undo that."""
+    assert finding.found and not re.search(r"[:,;] *$", finding.found), finding
+    if finding.state != State.OK:
+        assert finding.why.endswith(".") and finding.why.count(". ") <= 1, finding
+        assert finding.fix and finding.undo, finding
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_every_finding_is_complete(findings: Diagnose, name: str) -> None:
-    """A finding that is not ok says why it matters, and a fix can be undone."""
+    """Of all checks, on machines that lack what the configuration asks for."""
     found = findings(
         MACHINES[name],
         arena={"huge_pages": True, "lock": True},
         server={"address": "0.0.0.0:50051"},
     )
     assert len(found) >= len(CHECKS)
-    for each in found.values():
-        assert each.found and not re.search(r"[:,;] *$", each.found), each
-        if each.state in (State.WARNING, State.PROBLEM):
-            assert each.why.endswith(".") and each.why.count(". ") <= 1, each
-            assert bool(each.fix) == bool(each.undo), each
 
 
 def states(found: dict[str, Finding]) -> dict[str, str]:
@@ -115,6 +121,17 @@ def test_powersave(findings: Diagnose) -> None:
     assert states(found)["clock"] == "warning"
     assert found["clock"].undo.startswith("echo hpet > ")
     assert states(found)["kernel"] == "problem" and "5.14 needed" in found["kernel"].found
+
+
+def test_a_slow_clock_without_an_alternative(findings: Diagnose) -> None:
+    files = trees.POWERSAVE | {f"{trees.CLOCK}/available_clocksource": "hpet acpi_pm\n"}
+    found = findings(files)["clock"]
+    assert found.state == State.WARNING and found.found == "hpet; available: hpet, acpi_pm"
+
+
+def test_notes_of_the_plan(findings: Diagnose) -> None:
+    found = findings(trees.LAPTOP, workers={"groups": "l3"})["placement"]
+    assert found.state == State.NOTE and "the kernel reports no L3 cache" in found.found
 
 
 def test_strict_accounting(findings: Diagnose) -> None:
@@ -219,7 +236,11 @@ def test_execution_providers(findings: Diagnose) -> None:
     missing = Runtimes("1.27.0", (("cuda", "libcublasLt.so.12: cannot open"),))
     found = findings(trees.SERVER, GOOD._replace(runtimes=missing), models=models)
     assert found["providers"].state == State.PROBLEM and "libcublasLt" in found["providers"].found
+    assert "iskander[gpu]" in found["providers"].fix
     assert found["gpus"].state == State.NOTE
+    missing = Runtimes("1.27.0", (("tensorrt", "libnvinfer.so.10: cannot open"),))
+    found = findings(trees.SERVER, GOOD._replace(runtimes=missing), models=models)
+    assert "tensorrt-cu13-libs" in found["providers"].fix
     there = Runtimes("1.27.0", (("cuda", ""),), "570.1", (Gpu("H100", 80 << 30),))
     found = findings(trees.SERVER, GOOD._replace(runtimes=there), models=models)
     assert found["providers"].state == State.OK

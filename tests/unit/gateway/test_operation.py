@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from iskander.config.models import ModelConfig
 from iskander.config.schema import Config, LimitsConfig, ServerConfig
-from iskander.errors import Draining, Overloaded
+from iskander.errors import ConfigError, Draining, Overloaded
 from iskander.file_watcher import ReloadStatus
 from iskander.gateway import operation
 from iskander.gateway.operation import Operation
@@ -31,6 +31,7 @@ class Reload:
     """A reload that waits in its read of the file until `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.file = CHANGED
         self.applied: list[Config] = []
         self.notices: list[dict[str, str]] = []
         self.go = threading.Event()
@@ -45,7 +46,7 @@ class Reload:
 
     def _read(self) -> Config:
         assert self.go.wait(WAIT_S)
-        return CHANGED
+        return self.file
 
     async def until(self, is_so: Callable[[], Any]) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -72,6 +73,26 @@ def test_reload_finishes_although_its_caller_is_gone(monkeypatch: pytest.MonkeyP
     asyncio.run(run())
 
 
+def test_reload_with_one_change_for_a_restart_applies_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        reload = Reload(monkeypatch)
+        reload.go.set()
+        reload.file = replace(CHANGED, server=replace(CHANGED.server, cores="0"))
+        for _ in range(2):  # It is named each time.
+            with pytest.raises(ConfigError, match=r"cannot change .*: server\.cores \("):
+                await reload.operation.operate("reload")
+            assert not reload.applied and not reload.server.reloads.is_valid
+            assert reload.notices[-1]["X_ISKANDER_RELOADED"] == "0"
+        reload.file = CHANGED
+        assert await reload.operation.operate("reload") == {"changed": ("limits.rows",)}
+        assert reload.applied == [CHANGED]
+        assert reload.notices[-1]["X_ISKANDER_RELOADED"] == "1"
+
+    asyncio.run(run())
+
+
 def test_drain_during_a_reload_is_not_reported_as_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         reload = Reload(monkeypatch)
@@ -79,7 +100,7 @@ def test_drain_during_a_reload_is_not_reported_as_ready(monkeypatch: pytest.Monk
         await asyncio.sleep(0)
         reload.server.is_serving = False
         reload.go.set()
-        assert await call == {"changed": ("limits.rows",), "needs_restart": ()}
+        assert await call == {"changed": ("limits.rows",)}
         assert not reload.notices
         with pytest.raises(Draining):
             await reload.operation.operate("reload")

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -89,15 +89,25 @@ def test_journal_is_recognized_by_device_and_inode(
     assert not is_journal_stream(io.StringIO())
 
 
-def test_uncaught_exception_of_a_worker_is_an_event(
-    written: Written, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("set_up_process", "event"),
+    [
+        (stderr.set_up_worker, "worker_crashed"),
+        (stderr.set_up_child, "auxiliary_process_crashed"),
+    ],
+)
+def test_uncaught_exception_of_a_process_is_an_event(
+    set_up_process: Callable[[], None],
+    event: str,
+    written: Written,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(stderr.FORMAT_VARIABLE, "json")
-    stderr.set_up_worker()
+    set_up_process()
 
     error = ValueError("no")
     sys.excepthook(ValueError, error, None)
 
     (line,) = map(json.loads, written.lines())
-    assert (line["event"], line["pid"]) == ("worker_crashed", os.getpid())
+    assert (line["event"], line["pid"]) == (event, os.getpid())
     assert line["exception"] == "ValueError: no"

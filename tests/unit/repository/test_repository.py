@@ -218,6 +218,8 @@ def test_settings_of_a_model_override_the_defaults(tmp_path: Path) -> None:
         ("versions = 'latest:0'", 'versions = "latest:0": expected `latest:N`'),
         ("intra_threads = 'a'", "int"),
         ("inter_threads = 2", "no effect without"),
+        ("workers = 2", "workers of its own"),
+        ("backend = 'torch'", "a backend that needs them"),
         ("split = {1 = -1}", ">= 0"),
         ("# " + "x" * (1 << 16), "larger than"),
     ],

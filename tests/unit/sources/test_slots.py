@@ -66,6 +66,28 @@ def test_last_slot_is_for_a_caller_without_any() -> None:
     holding(test)
 
 
+def test_number_of_slots_changes() -> None:
+    """More serve waiting calls at once; fewer take none away."""
+
+    async def test(slots: FairSlots, served: list[str], take: Take) -> None:
+        held = [await take(name, OTHER if name == "b" else GREEDY) for name in ("a", "b", "c")]
+        assert (served, slots.waiting) == (["a", "b"], 1)
+        slots.resize(4)
+        await settle()
+        assert (served, slots.waiting) == (["a", "b", "c"], 0)
+        slots.resize(1)
+        await take("d", THIRD)
+        for done in held[:2]:
+            done.set()
+            await settle()
+            assert slots.waiting == 1
+        held[2].set()
+        await settle()
+        assert served == ["a", "b", "c", "d"]
+
+    holding(test)
+
+
 def test_single_slot_is_for_everybody() -> None:
     async def test(slots: FairSlots, served: list[str], take: Take) -> None:
         first = await take("a", GREEDY)

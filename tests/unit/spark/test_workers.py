@@ -84,7 +84,7 @@ def test_addresses_of_an_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_servers("a:1", "unix:/s").look_up() == Addresses("unix:/s", ("a:1",))
     servers = node_servers(target, 1)
     assert servers.look_up() == Addresses("127.0.0.1:1", ("a:1",))
-    assert servers.addresses() == tuple(target) and not servers.node_ids
+    assert servers.addresses() == tuple(target)
     monkeypatch.setenv("SPARK_LOCAL_IP", "::1")
     assert servers.look_up().preferred == "[::1]:1"
     monkeypatch.setenv("SPARK_LOCAL_HOSTNAME", "a")

@@ -9,7 +9,7 @@ import pytest
 
 from iskander.config.schema import AdminConfig
 from iskander.telemetry.events import EVENTS_MAX, LOGGERS, TEXT_MAX, EventLog
-from iskander.telemetry.logs import set_up_logs
+from iskander.telemetry.logs import set_log_level, set_up_logs
 
 SUPERVISOR = logging.getLogger("iskander.supervisor")
 
@@ -82,3 +82,18 @@ def test_events_do_not_depend_on_the_level_of_the_log(
     logged = capsys.readouterr().err
     assert "worker 0 has ended" in logged
     assert "attached" not in logged
+
+
+def test_level_of_the_log_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    """In both directions, for loggers with and without events."""
+    logging.getLogger("iskander").setLevel(logging.NOTSET)
+    loggers = (SUPERVISOR, logging.getLogger("iskander.gateway"))
+    set_up_logs(AdminConfig(log_level="info"))
+    for level, count in (("debug", 3), ("error", 1), ("info", 2)):
+        set_log_level(AdminConfig(log_level=level))
+        for logger in loggers:
+            for number in (logging.DEBUG, logging.INFO, logging.ERROR):
+                logger.log(number, "%s", f"{level} {number}")
+        lines = capsys.readouterr().err.splitlines()
+        assert [line for line in lines if f" {level} " in line] == lines
+        assert len(lines) == count * len(loggers)

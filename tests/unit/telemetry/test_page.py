@@ -21,6 +21,7 @@ from iskander.telemetry.page.renderer import PageRenderer
 from iskander.telemetry.page.tables import TABLES
 from iskander.telemetry.status import (
     CODES_MAX,
+    GPUS_MAX,
     MEMORY_MAX,
     MODELS_MAX,
     PLOTS_MAX,
@@ -107,8 +108,8 @@ def test_rows_that_are_left_out_are_counted() -> None:
 def test_documented_limits_are_those_of_the_lists() -> None:
     text = (ROOT / "docs" / "monitoring.md").read_text("utf-8")
 
-    numbers = f"{MODELS_MAX}, {WORKERS_MAX}, {MEMORY_MAX}, {EVENTS_MAX}"
-    assert f"| models, workers, rows of memory, events | {numbers};" in text
+    numbers = f"{MODELS_MAX}, {WORKERS_MAX}, {GPUS_MAX}, {MEMORY_MAX}, {EVENTS_MAX}"
+    assert f"| models, workers, GPUs, rows of memory, events | {numbers};" in text
     assert f"for the {PLOTS_MAX} models with the most requests" in text
     assert f"| {TEXT_MAX} characters, {REASONS_MAX}, {CODES_MAX} |" in text
     assert f"interval of {INTERVAL_S} s" in text

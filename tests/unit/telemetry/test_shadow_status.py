@@ -13,13 +13,14 @@ from support.lanes import cost_of, lane_of
 from support.observed import observe
 
 from iskander.cli.compare import render
+from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.scheduling.input_arena import InputArena
 from iskander.shadow.comparison import Body, Tolerance
-from iskander.shadow.copies import CopyQueue, Usage
 from iskander.shadow.pair import ShadowPair
+from iskander.shadow.queue import ShadowQueue, Usage
 from iskander.telemetry.events import EventLog
 from iskander.telemetry.history import History
 from iskander.telemetry.metrics import SCOPES, Collector
@@ -52,7 +53,7 @@ def pair_of(served: list[tuple[float, int]], candidate: list[tuple[float, int]])
     lanes[0].metrics.batch_rows.record(8)
     lanes[0].costs[0] = cost_of(1000, 100_000)
     arena = InputArena(1 << 16, LimitsConfig())
-    queue = CopyQueue(arena, Usage())
+    queue = ShadowQueue(arena, Usage())
     pair = ShadowPair(*lanes, queue, Tolerance(1e-6, 1e-3), lambda *_: None)
     arena.close()
     pair.share = 0.5
@@ -177,6 +178,14 @@ def test_metrics() -> None:
 
 
 LABELS = ("output", "quantile", "reason", "version")
+
+
+def test_command_prints_no_escapes_of_a_model() -> None:
+    """The reason may have the message of an error that the candidate raised."""
+    pair = pair_of(SERVED, CANDIDATE)
+    pair.pauses.on_failure("a shadow batch failed: \x1b]0;title\x07", now_ns())
+    shadows = msgspec.to_builtins([read_shadow(pair)])
+    assert "suspended: a shadow batch failed: ?]0;title?" in render(shadows, [])
 
 
 def test_command_prints_the_figures() -> None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.config.schema import Config, LimitsConfig, ServerConfig
+from iskander.config.schema import Config, LimitsConfig, ServerConfig, TimeoutsConfig
 from iskander.transport import acceptor, connection_listener
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.connection_listener import ConnectionListener
@@ -223,6 +223,70 @@ def test_connection_has_no_maximum_age_by_default() -> None:
         held = admit(listener, "a", busy=True)
         check_at(listener, 1e6)
         assert held is not None and not held.graceful_closes and not held.is_expired
+
+    run_scenario(scenario)
+
+
+def test_new_limit_of_connections_applies_to_the_next_one() -> None:
+    async def scenario(listener: Listener) -> None:
+        held = [admit(listener, "a", busy=True) for _ in range(4)]
+        listener.connections_max = 2
+        assert admit(listener, "b") is None
+        assert all(held) and not any(each.is_evicted for each in held if each)
+        listener.connections_max = 6
+        assert admit(listener, "b", busy=True) is not None
+
+    run_scenario(scenario, connections_max=4, percent=100)
+
+
+def test_new_share_of_a_source_applies_to_its_next_connection() -> None:
+    async def scenario(listener: Listener) -> None:
+        held = [admit(listener, "most", busy=True) for _ in range(7)]
+        assert all(held) and admit(listener, "most", busy=True) is None
+        listener._limits.configure(Config(limits=LimitsConfig(source_percent=100)))
+        assert admit(listener, "most", busy=True) is not None
+
+    run_scenario(scenario)
+
+
+def test_new_age_applies_to_new_connections_and_new_grace_to_all() -> None:
+    async def scenario(listener: Listener) -> None:
+        first, second = (AGE_S, GRACE_S), (10 * AGE_S, 10 * GRACE_S)
+        held = []
+        for age_s, grace_s in (first, second):
+            server = ServerConfig(max_connection_age_s=age_s, max_connection_age_grace_s=grace_s)
+            listener._limits.configure(Config(server=server))
+            held.append(admit(listener, "a", busy=True))
+        old, new = (each for each in held if each is not None)
+        check_at(listener, 1.1 * AGE_S + 1)
+        assert (old.graceful_closes, new.graceful_closes) == (1, 0)
+        check_at(listener, 1.1 * AGE_S + GRACE_S + 2)
+        assert not old.is_expired
+        check_at(listener, 1.1 * AGE_S + 10 * GRACE_S + 2)
+        assert old.is_expired and not new.graceful_closes
+
+    run_scenario(scenario)
+
+
+def test_new_timeouts_apply_to_open_connections() -> None:
+    async def scenario(listener: Listener) -> None:
+        timeouts = TimeoutsConfig(idle_s=1.0)
+        held = admit(listener, "a")
+        listener._limits.configure(Config(timeouts=timeouts))
+        assert held is not None and held.listener.timeouts is timeouts
+
+    run_scenario(scenario)
+
+
+def test_received_bytes_suffice_for_two_messages_of_open_calls() -> None:
+    """A call that was opened before a reload keeps its higher limit of a message."""
+
+    async def scenario(listener: Listener) -> None:
+        large, small = 40 << 20, 20 << 20
+        for message_bytes in (large, small):
+            limits = LimitsConfig(message_bytes=message_bytes, receive_bytes=2 * message_bytes)
+            listener._limits.configure(Config(limits=limits))
+        assert listener.budget.limit_bytes >= 2 * large
 
     run_scenario(scenario)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,38 @@ def test_memory_is_charged_until_its_last_view_is_freed(size: int) -> None:
     assert view[0] == view[-1] == 7
     del view
     assert budget.used_bytes == 0
+
+
+class Message:
+    """A large message that waits for its memory."""
+
+    is_reserved = False
+
+    def on_reserved(self) -> None:
+        self.is_reserved = True
+
+
+def test_higher_limit_admits_a_waiting_message_at_once() -> None:
+    async def run() -> None:
+        budget, message = ReceiveBudget(8 * MIB), Message()
+        assert budget.reserve("first", Message(), 6 * MIB)
+        assert not budget.reserve("second", message, 6 * MIB)
+        budget.set_limit(16 * MIB)
+        assert message.is_reserved and budget.used_bytes == 12 * MIB
+        if budget._timer is not None:
+            budget._timer.cancel()
+
+    asyncio.run(run())
+
+
+def test_lower_limit_rejects_the_next_bytes_and_keeps_those_received() -> None:
+    budget = ReceiveBudget(8 * MIB)
+    array = budget.charged_array(6 * MIB)
+    budget.set_limit(4 * MIB)
+    assert array is not None and budget.used_bytes == 6 * MIB
+    assert not budget.try_charge(1)
+    del array
+    assert budget.try_charge(4 * MIB) and not budget.try_charge(1)
 
 
 def test_newly_mapped_memory_has_small_pages() -> None:

@@ -68,7 +68,7 @@ class HttpInference:
     ) -> None:
         self._models = models
         self._submitter = submitter
-        self._json_max = min(config.json_bytes, submitter.limits.message_bytes)
+        self.config = config
         self._quota = quota
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,6 +133,10 @@ class HttpInference:
         results = result_tensors(contract, tensors.rows, body)
         model = (lane.model.name, lane.model.version)
         return write_answer(model, parsed, results, chosen, self._json_max)
+
+    @property
+    def _json_max(self) -> int:
+        return min(self.config.json_bytes, self._submitter.limits.message_bytes)
 
     def _require_json(self, json_bytes: int, body_bytes: int) -> None:
         if json_bytes > body_bytes:

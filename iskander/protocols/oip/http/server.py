@@ -7,7 +7,7 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-from iskander.config.schema import HttpConfig
+from iskander.config.schema import Config, HttpConfig
 from iskander.errors import ConfigError
 from iskander.protocols.extension import Services
 from iskander.protocols.oip.http.app import OipHttp
@@ -25,12 +25,12 @@ class OipHttpServer:
     def __init__(self, services: Services, service: OipService, config: HttpConfig) -> None:
         self._address = config.address
         limits, models = services.connection_limits, services.models
-        quota = BodyQuota(
+        self._quota = quota = BodyQuota(
             config.bodies_bytes, limits.budget, limits.timeouts.message_s, limits.count_ended
         )
-        infer = HttpInference(models, services.submitter, config, quota)
+        self._infer = HttpInference(models, services.submitter, config, quota)
         counts = limits.calls_ended
-        app = OipHttp(models, service, infer, services.authenticator, quota, counts).app()
+        app = OipHttp(models, service, self._infer, services.authenticator, quota, counts).app()
         context = services.tls.context(HTTP1)
         self._listener = Http1Listener(app, config.connections, limits, context)
 
@@ -38,6 +38,13 @@ class OipHttpServer:
     def unsent(self) -> int:
         """Number of connections with unread responses."""
         return self._listener.unsent
+
+    def configure(self, config: Config) -> None:
+        """Apply the live settings, to requests in progress too."""
+        self._infer.config = config.http
+        self._quota.bytes_max = config.http.bodies_bytes
+        self._quota.message_s = config.timeouts.message_s
+        self._listener.connections_max = config.http.connections
 
     async def start(self, *, is_shared: bool = False) -> str:
         """Listen and return the address with its port; `is_shared`: other processes use it too."""

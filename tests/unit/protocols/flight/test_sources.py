@@ -13,6 +13,7 @@ import pytest
 from iskander._generated import flight_pb2
 from iskander.auth.grants import FULL_GRANT
 from iskander.auth.source import UNKNOWN_SOURCE
+from iskander.clock import NS_PER_S, wall_ns
 from iskander.config.sources import SourceConfig, SourceReadsConfig
 from iskander.errors import ModelNotFound, TicketRejected
 from iskander.protocols.flight.sources import FlightSources
@@ -42,6 +43,30 @@ def sources(find: Any, **settings: Any) -> FlightSources:
         find=find,
         describe=lambda *_: [],
     )
+
+
+def test_new_limits_apply_to_the_next_plan() -> None:
+    class Recording(OnePart):
+        def answers(self, request: Any, *_: Any) -> AsyncIterator[Frame]:
+            self.request = request
+            return super().answers()
+
+        def configure(self, *values: Any) -> None:
+            self.values = values
+
+    async def run() -> None:
+        readers, changed = Recording(), SourceReadsConfig(endpoints=3, ticket_s=5.0)
+        target = sources(lambda *_: LANE)
+        target._readers = readers  # type: ignore[assignment]
+        target.configure(changed, 7)
+        assert readers.values == (changed, 7)
+        before_s = wall_ns() / NS_PER_S
+        raw = await target.info(SourceQuery(source="s"), flight_pb2.FlightDescriptor(), CALL)
+        assert readers.request.parts_max == 3
+        info: Any = flight_pb2.FlightInfo.FromString(raw)
+        assert info.endpoint[0].expiration_time.seconds < before_s + 100
+
+    asyncio.run(run())
 
 
 async def ticket() -> bytes:

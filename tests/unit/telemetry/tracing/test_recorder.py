@@ -50,6 +50,25 @@ def test_callers_decide_with_a_context_and_the_ratio_without() -> None:
         assert len(recorder.records) == 1 + ratio
 
 
+def test_new_settings_apply_to_the_next_requests() -> None:
+    recorder = recorder_of(queue=1)
+    ended(recorder)
+    assert not recorder.records
+    recorder.configure(TracingConfig(enabled=True, ratio=1.0, queue=1))
+    ended(recorder)
+    ended(recorder)
+    assert len(recorder.records) == 1 and recorder.counts["queue_full"]
+    recorder.configure(TracingConfig(enabled=True, ratio=1.0, queue=1000, spans_per_s=100))
+    for _ in range(1000):
+        ended(recorder)
+    assert 1 < len(recorder.records) < 100 and recorder.counts["limited"]
+    recorder.records.clear()
+    recorder.configure(TracingConfig(enabled=True, ratio=0.0, slow_ms=0.000_001, queue=1000))
+    recorder._limit._updated_ns = 0  # A second ago.
+    ended(recorder)
+    assert [record.reason for record in recorder.records] == ["slow"]
+
+
 def test_ratio_is_the_share_of_traces_and_they_differ() -> None:
     recorder = recorder_of(ratio=0.25, spans_per_s=1_000_000, queue=10_000)
     for _ in range(4000):
