@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from iskander.config.drift import Origin
 from iskander.contract.paths import read_plain
-from iskander.decoders import thread_safe
+from iskander.decoders import DECODE_ERRORS, thread_safe
 from iskander.drift.profile import ColumnKey, Profile
 from iskander.drift.sketches import InvalidSketch
 from iskander.drift.summary import StoredSummary, Summary
@@ -27,6 +27,7 @@ FILE: Final = "drift-reference.msgpack"
 """Name of a reference beside a model."""
 FORMAT: Final = 1
 FILE_BYTES_MAX: Final = 64 << 20
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class InvalidReference(
@@ -61,8 +62,8 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
     origin: Origin
     is_complete: bool
     created_s: int
-    rows: int
-    left_out: int
+    rows: NotNegative
+    left_out: NotNegative
     columns: tuple[StoredColumn, ...]
 
 
@@ -119,7 +120,7 @@ def read_reference(file: Path) -> Reference | None:
         raise InvalidReference(f"{file} is larger than {FILE_BYTES_MAX} bytes")
     try:
         return msgspec.msgpack.decode(data, type=Reference)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise InvalidReference(
             f"{file} is no drift reference of format {FORMAT}: {error}"
         ) from None

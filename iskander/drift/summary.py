@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from iskander.decoders import thread_safe
-from iskander.drift.sketches import Labels, Quantiles
+from iskander.drift.sketches import InvalidSketch, Labels, Quantiles
 
 INTEGER_LABELS_MAX: Final = 64
 """Distinct values up to which integers are also counted as labels."""
@@ -162,8 +162,10 @@ class Summary:
         """Restore a summary.
 
         Raises:
-            InvalidSketch: A sketch of it is damaged.
+            InvalidSketch: A sketch of it is damaged, or a number has no meaning.
         """
+        if min(stored.nulls, stored.nans, stored.infinities) < 0 or stored.squares < 0:
+            raise InvalidSketch("a negative count")
         summary = Summary()
         summary.nulls, summary.nans = stored.nulls, stored.nans
         summary.infinities = stored.infinities
@@ -171,6 +173,8 @@ class Summary:
         summary.minimum, summary.maximum = stored.minimum, stored.maximum
         summary.quantiles = Quantiles(stored.quantiles)
         summary.labels = None if stored.labels is None else Labels(stored.labels)
+        if summary.numbers and not stored.minimum <= stored.maximum:
+            raise InvalidSketch("a minimum above the maximum")
         return summary
 
     def _add_numbers(self, batch: NumberValues) -> None:

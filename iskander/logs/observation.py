@@ -28,6 +28,15 @@ def observer_not_started(*, reason: str) -> str:
 
 
 @observation.error()
+def observer_message_invalid(*, reason: str) -> str:
+    """The observer process sent a message that the gateway cannot read; it is started again.
+
+    Do: Report a bug. If the installation was updated, restart the server.
+    """
+    return f"invalid message of the observer process: {reason}"
+
+
+@observation.error()
 def observer_hung(*, silent_s: int) -> str:
     """The observer process sent no report; it is killed and started again.
 

@@ -14,7 +14,6 @@ import logging
 import re
 from typing import Any
 
-from iskander.decoders import DECODE_ERRORS
 from iskander.logs.catalog import EVENTS
 from iskander.logs.event import ERROR, Event
 
@@ -66,7 +65,7 @@ def _named(text: str) -> Event[Any] | None:
     """Return the event of a JSON line."""
     try:
         line = json.loads(text)
-    except DECODE_ERRORS:
+    except (ValueError, RecursionError):
         return None
     name = line.get("event") if isinstance(line, dict) else None
     return EVENTS.get(name) if isinstance(name, str) else None

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from iskander.control.channel import SeqpacketChannel
+from iskander.decoders import DECODE_ERRORS
+from iskander.errors import ProtocolError
+from iskander.logs import observation as log
 from iskander.memory.segment import Segment
 from iskander.observation.messages import (
     Arena,
@@ -102,9 +105,13 @@ class Link:
             self.send_unsent()
 
     def receive(self) -> Iterator[Copied | Report]:
-        """Yield the messages that have arrived."""
-        for frame in self._channel.receive():
-            yield decode_to_gateway(frame)
+        """Yield the messages that have arrived; an invalid one ends the connection."""
+        try:
+            for frame in self._channel.receive():
+                yield decode_to_gateway(frame)
+        except (*DECODE_ERRORS, ProtocolError) as error:
+            log.observer_message_invalid(reason=str(error))
+            self._socket.shutdown(socket.SHUT_RDWR)  # The process exits, and is started again.
 
     def _try_send(self, message: ToObserver) -> bool:
         try:

@@ -123,9 +123,17 @@ class Copied(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """Last report of each consumer by name."""
+    """Last report of each consumer by name, of which the gateway reads `counts` and `failure`."""
 
     values: dict[str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        """Check what the gateway reads; raises ValueError."""
+        for name, report in self.values.items():
+            counts = report.get("counts", {})
+            is_valid = isinstance(counts, dict) and isinstance(report.get("failure", ""), str)
+            if not is_valid or not all(isinstance(count, int) for count in counts.values()):
+                raise ValueError(f"the report of {name[:40]} has no valid counts and failure")
 
 
 ToObserver = Start | Arena | ArenaClosed | Model | ModelsForgotten | Samples | Verdicts

@@ -39,7 +39,7 @@ from iskander.observation.messages import (
     encode,
 )
 from iskander.observer.sample import Consumer, Sample
-from iskander.observer.tensors import Tensors
+from iskander.observer.tensors import DAMAGE_ERRORS, Tensors
 
 Result = TypeVar("Result")
 
@@ -213,7 +213,7 @@ class ObserverLoop:
         try:
             inputs = copy.tensors.read_inputs(copy.inputs)
             outputs = copy.tensors.read_outputs(ref.outputs, copy.outputs)
-        except (pa.ArrowException, AssertionError) as error:
+        except DAMAGE_ERRORS as error:
             log.sample_damaged(model=f"{model.name}/{model.version}", reason=str(error))
             self._counts["damaged"] += 1
             return

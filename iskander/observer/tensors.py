@@ -8,6 +8,8 @@ Runs on: the observer process. Source: Arrow columnar format 1.5, encapsulated m
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 import pyarrow as pa
 
@@ -16,6 +18,9 @@ from iskander.arrow.types import columns_without_nulls, input_schema, output_sch
 from iskander.contract.rows import RowCopier
 from iskander.contract.tensors import body_layout
 from iskander.observation.messages import Model, OutputPart
+
+DAMAGE_ERRORS: Final = (pa.ArrowException, OSError, EOFError, AssertionError)
+"""Exceptions for memory without valid tensors."""
 
 
 class Tensors:
@@ -41,7 +46,7 @@ class Tensors:
         return _copy(view, self._header_bytes)
 
     def read_inputs(self, copy: pa.Buffer) -> pa.RecordBatch:
-        """Read the copy of an input lease; raises an Arrow error or AssertionError if damaged."""
+        """Read the copy of an input lease; raises one of `DAMAGE_ERRORS` if it is damaged."""
         return self._checked(pa.ipc.read_record_batch(pa.ipc.read_message(copy), self._inputs))
 
     def read_outputs(

@@ -252,7 +252,8 @@ def _strings(copier: RowCopier, index: int, where: Body, start: int, count: int)
     body = memoryview(where.body)
     positions = np.frombuffer(body, np.int32, count + 1, start)
     # Overlapping strings would have any number of bytes.
-    assert positions[0] >= 0 and bool((np.diff(positions) >= 0).all()), "offsets of strings descend"
+    ascends = positions[0] >= 0 and bool((positions[1:] >= positions[:-1]).all())
+    assert ascends, "offsets of strings descend"
     ends = positions.tolist()
     number = sum(spec.is_string for spec in copier.specs[:index])
     begin = copier.string_ranges(body, where.layout_rows)[0][number][0]

@@ -40,7 +40,8 @@ LAYERS = {
         "errors clock decoders logs contract config control measurement scheduling supervision"
     ),
     "observation": (
-        "errors clock logs contract config memory control measurement scheduling supervision"
+        "errors clock decoders logs contract config memory control measurement scheduling "
+        "supervision"
     ),
     "protocols": (
         "errors clock decoders varint _generated logs contract config arrow memory control auth "

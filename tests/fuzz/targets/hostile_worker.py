@@ -47,6 +47,7 @@ def seeds() -> list[bytes]:
         [loaded],
         [wire.Loaded(0, CONTRACT, ("cpu",), 1, float("nan")), wire.Unloaded(0)],
         [wire.LoadFailed(NEW_MODEL, "manifest", "no"), wire.Leaving(), wire.Notice("slow")],
+        [wire.LoadStep(NEW_MODEL, "building", 20.0), wire.LoadStep(99, "", -1.0)],
         [wire.Stepped(0, (("a", 1), ("b", -1))), wire.Stepped(9, ()), wire.Probed(0, "no")],
     ]
     nested = b"\x91\x94\xa1d\x01\x01" + b"\x91" * 3000 + b"\xc0"

@@ -37,7 +37,7 @@ def seeds() -> list[bytes]:
     to_gateway = [
         wire.Done(1, 5), wire.Failed(2, "internal", "why"), wire.Stepped(1, (("a", 1),)),
         wire.Loaded(1, contract, ("CPU",), 2, 1.5), wire.LoadFailed(1, "manifest", "no"),
-        wire.Unloaded(1), wire.Leaving(), wire.Notice("slow"),
+        wire.Unloaded(1), wire.Leaving(), wire.Notice("slow"), wire.LoadStep(1, "build", 9.0),
     ]  # fmt: skip
     to_worker = [
         wire.Execute(1, 1, 3, (wire.Slice(0, 3, 0, 3, 64),)), wire.Load(model), wire.Unload(1),

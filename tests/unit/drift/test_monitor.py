@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import msgspec
@@ -195,9 +196,19 @@ def test_recorded_batches_of_the_manifest(folder: Path, rows: int) -> None:
     assert feed(monitor, 3000, mean=2.0).states["output"]["drifting"] == 1
 
 
-def test_damaged_batches_of_the_manifest(folder: Path) -> None:
+@pytest.mark.parametrize("damage", ["all", "zip version", "compression"])
+def test_damaged_batches_of_the_manifest(folder: Path, damage: str) -> None:
     (folder / "model/manifest.toml").write_text(WARM_UP)
-    (folder / "model/samples.npz").write_bytes(b"damaged")
+    file = io.BytesIO()
+    np.savez_compressed(file, t=np.arange(100.0))
+    data = bytearray(file.getvalue())
+    if damage == "all":
+        data[:] = b"damaged"
+    elif damage == "zip version":
+        data[data.index(b"PK\1\2") + 6] = 0xFF
+    else:
+        data[60:80] = b"\xff" * 20
+    (folder / "model/samples.npz").write_bytes(data)
     found = open_monitor(folder).compare(NOW)
     assert found.reference == "recording" and "warm-up samples" in found.problem
 

@@ -59,7 +59,14 @@ def test_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"text", msgspec.msgpack.encode(reference())[:-9], msgspec.msgpack.encode({"format": 2})],
+    [
+        b"",
+        b"text",
+        msgspec.msgpack.encode(reference())[:-9],
+        msgspec.msgpack.encode({"format": 2}),
+        msgspec.msgpack.encode(reference(rows=-1)),
+        b"\x81\xa5other" + b"\x91" * 3000 + b"\xc0",
+    ],
 )
 def test_other_content(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "m").write_bytes(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -162,6 +163,81 @@ def test_damaged_bytes(data: bytes) -> None:
         Labels(data)
     with pytest.raises(InvalidSketch):
         Quantiles(data)
+
+
+def quantiles_of(count: int) -> bytes:
+    quantiles = Quantiles()
+    quantiles.add(np.arange(float(count)))
+    return quantiles.to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("count", "at", "damage", "problem"),
+    [
+        (5000, 4, b"\xff\xff", "another size"),
+        (5000, 6, b"\x7f", "another size"),
+        (5000, 18, b"\xff", "another size"),
+        (5000, 24, b"\xf0\xff\xff\x7f", "do not fit"),
+        (5000, 8, b"\0", "do not fit"),
+        (5000, 8, b"\xff" * 8, "too many"),
+        (5000, 40, np.float64(4000.0).tobytes(), "out of range"),
+        (5000, 48, np.float64(10.0).tobytes(), "out of range"),
+        (5000, -8, np.float64(np.nan).tobytes(), "out of range"),
+        (5000, -8, np.float64(1.0).tobytes(), "descend"),
+        (1, -8, np.float64(np.inf).tobytes(), "not finite"),
+    ],
+)
+def test_damaged_quantiles(count: int, at: int, damage: bytes, problem: str) -> None:
+    """The library reads beyond its memory for some of them."""
+    data = bytearray(quantiles_of(count))
+    at %= len(data)
+    data[at : at + len(damage)] = damage
+    with pytest.raises(InvalidSketch, match=problem):
+        Quantiles(bytes(data))
+
+
+def test_truncated_quantiles() -> None:
+    data = quantiles_of(5000)
+    for size in range(0, len(data), 7):
+        with pytest.raises(InvalidSketch):
+            Quantiles(data[:size])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 199, 201, 100_000])
+def test_quantiles_of_any_size_are_restored(count: int) -> None:
+    data = quantiles_of(count)
+    assert len(Quantiles(data)) == count and Quantiles(data).to_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("at", "damage", "problem"),
+    [
+        (3, b"\x1b\x1b", "another size"),
+        (8, b"\0", "missing"),
+        (16, b"\1", "more frequent than all"),
+        (24, b"\xff", "a label is more frequent"),
+        (16, b"\xff" * 8, "too many"),
+        (-1, b"\xff", "bad_cast"),
+    ],
+)
+def test_damaged_labels(at: int, damage: bytes, problem: str) -> None:
+    """A table of 2**27 entries would take a gigabyte."""
+    labels = Labels()
+    labels.add({"a": 3, "b": 4})
+    data = bytearray(labels.to_bytes())
+    at %= len(data)
+    data[at : at + len(damage)] = damage
+    with pytest.raises(InvalidSketch, match=problem):
+        Labels(bytes(data))
+
+
+@pytest.mark.parametrize(
+    "damage", [{"nulls": -1}, {"squares": -1.0}, {"minimum": math.nan}, {"maximum": -5.0}]
+)
+def test_numbers_without_a_meaning(damage: dict[str, float]) -> None:
+    stored = summary_of([[1.0, 2.0]]).to_stored()
+    with pytest.raises(InvalidSketch):
+        Summary.from_stored(msgspec.structs.replace(stored, **damage))
 
 
 def test_empty_sketches() -> None:

@@ -45,10 +45,23 @@ def test_summary_of_repeats_has_the_event_of_its_lines() -> None:
     assert recognize(line) == [EVENTS["reload_failed"]]
 
 
+@pytest.mark.parametrize("name", EVENTS)
+def test_long_line_takes_linear_time(name: str) -> None:
+    """With backtracking, a text with four fields would take centuries."""
+    event = EVENTS[name]
+    text = record_of(event).getMessage()
+    line = f"iskander.none: {event.logger_name}: " + text[:-1] * 2000
+    assert recognize(line) == []
+    recognize(line.removeprefix("iskander.none: "))
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "",
+        "iskander.a." * 20_000,
+        '{"a":' * 5000,
+        '{"event":["worker_ended"]}',
         "    ValueError: broken",
         "13:20:10 E iskander.supervisor: no such text",
         "13:20:10 I iskander.supervisor: worker 3 has ended, idle",

@@ -13,7 +13,7 @@ from iskander.config.models import ModelConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.observation.messages import Model, OutputPart
-from iskander.observer.tensors import Tensors
+from iskander.observer.tensors import DAMAGE_ERRORS, Tensors
 
 CONTRACT = Contract(
     inputs=(
@@ -110,3 +110,9 @@ def test_damaged_strings_are_an_error(tensors: Tensors) -> None:
     copy = tensors.copy_outputs(memoryview(bytes(body)))
     with pytest.raises(AssertionError, match="strings beyond"):
         tensors.read_outputs((OutputPart(1, 0, 0, 0, 2),), [copy])
+
+
+@pytest.mark.parametrize("message", [b"\xff\xff\xff\xff\0\0\0\0", b"", b"text" * 20])
+def test_memory_without_a_message_is_an_error(tensors: Tensors, message: bytes) -> None:
+    with pytest.raises(DAMAGE_ERRORS):
+        tensors.read_inputs(tensors.copy_inputs(memoryview(message)))

@@ -246,6 +246,30 @@ def test_row_differs_if_any_output_does() -> None:
     assert [output.disagreeing for output in comparison.outputs] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    "ends", [[0, 4, 0, 4], [-4, 0, 2, 4], [0, 5, 4, 4], [0, 1 << 30, -(3 << 29), 4]]
+)
+def test_overlapping_strings_are_rejected_and_not_counted(ends: list[int]) -> None:
+    """They would have any number of bytes; the first output and the first rows are valid."""
+    specs = (spec("float32", (), "score"), spec("utf8", (), "label"))
+    comparison = comparison_of(specs)
+    columns = [np.array([1.0, 2.0, 3.0]), [b"a", b"b", b"cd"]]
+    served = body_of(specs, columns)
+    valid = body_of(specs, [columns[0] + 1, columns[1]])
+    start = body_layout(specs, 3)[0][1]
+    damaged = bytearray(valid)
+    damaged[start : start + 16] = np.array(ends, np.int32).tobytes()
+    for candidate in (valid, bytes(damaged)):
+        comparison.collect(3, Body(served, 3, 0), Body(candidate, 3, 0))
+    with pytest.raises(AssertionError, match="descend"):
+        comparison.compare()
+    assert comparison.rows == comparison.disagreeing == 0
+    assert [output.disagreeing for output in comparison.outputs] == [0, 0]
+    comparison.collect(3, Body(served, 3, 0), Body(valid, 3, 0))
+    comparison.compare()
+    assert (comparison.rows, comparison.disagreeing) == (3, 3)
+
+
 def test_pairs_are_bounded() -> None:
     served = np.arange(2 * PAIRS_MAX)
     (found,) = compared("int64", served, served + 1).outputs
