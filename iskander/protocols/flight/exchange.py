@@ -490,6 +490,8 @@ class Exchange:
 
     def _end(self, error: Exception | None) -> None:
         """Stop reading; finish the stream once all earlier results are written."""
+        if self._finished.done():
+            return  # With the error of a batch, which `run` has not raised yet.
         self._is_ended = True
         if self._tracer is not None and self._codec is None and isinstance(error, IskanderError):
             self._tracer.on_refused(EXCHANGE, self._terms.trace, self._opened_ns, error)
@@ -498,6 +500,7 @@ class Exchange:
 
     def _finish_run(self, error: Exception | None) -> None:
         if not self._finished.done():
+            self._is_ended = True
             self._end_error = error
             self._finished.set_result(None)
 

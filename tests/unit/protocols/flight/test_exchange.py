@@ -1,4 +1,4 @@
-"""Memory of a Flight stream after its end."""
+"""End of a Flight stream: its error, and its memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from iskander.auth.source import Source
 from iskander.config.schema import Config
 from iskander.errors import LimitExceeded
-from iskander.protocols.flight.exchange import Exchange
+from iskander.protocols.flight.exchange import Exchange, RejectedBatch
 
 
 def exchange_of(call: Any) -> Exchange:
@@ -54,5 +56,31 @@ def test_error_does_not_keep_its_stream_alive() -> None:
             assert reference() is None
         finally:
             gc.enable()
+
+    asyncio.run(run_test())
+
+
+def test_error_of_a_batch_is_kept_when_the_client_half_closes_at_that_moment() -> None:
+    """The end of the input arrives after the failure, and before the stream's task continues."""
+
+    async def run_test() -> None:
+        call: Any = SimpleNamespace(
+            metadata=(), deadline_ns=None, source=Source(), has_input=False, is_blocked=False
+        )
+        stream = exchange_of(call)
+        stream._codec = SimpleNamespace()  # type: ignore[assignment]
+
+        def receive() -> None:
+            call.has_input = False
+
+        def fail_and_half_close() -> None:
+            stream._append(RejectedBatch(LimitExceeded("too large")))
+            stream._write()
+            call.receive, call.has_input = receive, True
+            call.on_input()
+
+        asyncio.get_running_loop().call_soon(fail_and_half_close)
+        with pytest.raises(LimitExceeded, match="too large"):
+            await stream.run()
 
     asyncio.run(run_test())
