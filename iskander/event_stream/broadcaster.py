@@ -102,7 +102,7 @@ class Connection(asyncio.BufferedProtocol):
         self._handshake: asyncio.TimerHandle
         self._cpu = CpuAllowance(now_ns())
         self._queue: deque[bytes] = deque()
-        self._is_blocked = False
+        self._is_blocked = self._is_flush_due = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the greeting."""
@@ -119,6 +119,7 @@ class Connection(asyncio.BufferedProtocol):
         """Forget the subscriber."""
         del error
         self._handshake.cancel()
+        self._queue.clear()
         self._host.forget(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -146,15 +147,29 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """Send queued messages."""
         self._is_blocked = False
-        while self._queue and not self._is_blocked:
-            self._transport.write(self._queue.popleft())
+        self._flush()
 
     def send(self, message: bytes) -> None:
-        """Send or queue a message; drop it if the queue is full."""
-        if not self._is_blocked:
-            self._transport.write(message)
-        elif len(self._queue) < self._host.messages_max:
-            self._queue.append(message)
+        """Queue a message; drop it if the queue is full and the subscriber does not read."""
+        if len(self._queue) >= self._host.messages_max:
+            self._flush()
+            if len(self._queue) >= self._host.messages_max:
+                return
+        self._queue.append(message)
+        if not (self._is_blocked or self._is_flush_due):
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Send queued messages, joined: a write of each would cost a system call of each."""
+        self._is_flush_due = False
+        while self._queue and not self._is_blocked:
+            joined: list[bytes] = []
+            size = 0
+            while self._queue and size < WRITE_BUFFER_BYTES:
+                joined.append(self._queue.popleft())
+                size += len(joined[-1])
+            self._transport.write(b"".join(joined))
 
     def close(self) -> None:
         """Close after the write buffer is sent, if no message is queued."""

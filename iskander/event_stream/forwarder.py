@@ -56,7 +56,8 @@ class Forwarder:
         self._loop = asyncio.get_running_loop()
         self._context: Any = zmq.Context(io_threads=1)
         self._socket: Any = self._context.socket(zmq.SUB)
-        self._socket.rcvhwm, self._socket.linger = config.events.subscriber_messages, 0
+        self._messages_max = config.events.subscriber_messages
+        self._socket.rcvhwm, self._socket.linger = self._messages_max, 0
         self._socket.subscribe(b"")
         self._socket.bind(f"ipc://{folder / SOCKET}")
         self._fd = int(self._socket.fd)
@@ -66,8 +67,9 @@ class Forwarder:
     def stop(self) -> None:
         """Forward what has arrived, and close."""
         self._loop.remove_reader(self._fd)
-        while self._forward_next():
-            pass
+        for _ in range(self._messages_max):
+            if not self._forward_next():
+                break
         self._socket.close()
         self._context.term()
 

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Final, NamedTuple, TypeVar
 
+import msgspec
+
+from iskander.decoders import DECODE_ERRORS
 from iskander.varint import encode_varint
 
 Element = TypeVar("Element")
@@ -63,6 +66,23 @@ def flip(raw: bytes, other: bytes, random: Random) -> bytes:
             piece = other[begin : begin + random.choice((1, 2, 4, 8, 16, 64))]
             some[at : at + len(piece)] = piece
     return bytes(some)
+
+
+def patch_document(
+    frame: bytes,
+    other: bytes,
+    random: Random,
+    change: Callable[[Any, Random], Any],
+    encode: Callable[[Any], bytes],
+) -> bytes:
+    """Change the decoded value of a MessagePack frame, or its bytes."""
+    if not random.randrange(4):
+        return flip(frame, other, random)
+    try:
+        document = msgspec.msgpack.decode(frame)
+    except DECODE_ERRORS:
+        return flip(frame, other, random)
+    return encode(change(document, random))
 
 
 def patch(raw: bytes, random: Random, formats: Sequence[str] = ("<i", "<q", "<H")) -> bytes:

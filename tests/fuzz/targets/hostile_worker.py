@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import msgspec
 from support.lanes import CONTRACT, lane_of, model_of
 from support.simulation import SimulatedWorker, Simulation
 
@@ -22,7 +21,6 @@ from fuzz import mutation
 from fuzz.targets.wire_messages import with_changed_value
 from iskander.config.models import LaneConfig
 from iskander.control import messages as wire
-from iskander.decoders import DECODE_ERRORS
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.lane import Lane
 from iskander.supervision.lifecycle import Event, State
@@ -60,13 +58,7 @@ def seeds() -> list[bytes]:
 
 def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
     def change(frame: bytes) -> bytes:
-        if not random.randrange(4):
-            return mutation.flip(frame, other, random)
-        try:
-            document = msgspec.msgpack.decode(frame)
-        except DECODE_ERRORS:
-            return mutation.flip(frame, other, random)
-        return wire.encode(with_changed_value(document, random))
+        return mutation.patch_document(frame, other, random, with_changed_value, wire.encode)
 
     return join(mutation.shuffle(split(raw), split(other), random, change))
 

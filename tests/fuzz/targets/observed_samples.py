@@ -16,7 +16,6 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 from support.lanes import lane_of, request_of
@@ -31,7 +30,6 @@ from iskander.config.models import ModelConfig
 from iskander.config.schema import Config, LimitsConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
-from iskander.decoders import DECODE_ERRORS
 from iskander.observation.messages import Copied, Model, OutputPart, Report, encode
 from iskander.observation.process import ObserverProcess
 from iskander.observer.tensors import DAMAGE_ERRORS, Tensors
@@ -89,13 +87,7 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
         return kind + mutation.patch(rest, random)
 
     def change(frame: bytes) -> bytes:
-        if not random.randrange(4):
-            return mutation.flip(frame, other, random)
-        try:
-            document = msgspec.msgpack.decode(frame)
-        except DECODE_ERRORS:
-            return mutation.flip(frame, other, random)
-        return encode(changed(document, random))
+        return mutation.patch_document(frame, other, random, changed, encode)
 
     return kind + join(mutation.shuffle(split(rest), split(other[1:]), random, change))
 

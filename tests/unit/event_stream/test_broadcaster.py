@@ -8,6 +8,7 @@ import itertools
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -97,6 +98,27 @@ def test_subscribers_above_the_limit_are_closed(
     assert "too many subscribers, limit 2 (`events.subscribers`)" in caplog.text
 
 
+def test_messages_of_one_turn_are_sent_together_and_in_order(tmp_path: Path) -> None:
+    """More than may wait for a subscriber that does not read; this one does."""
+    bodies = [b"%d" % number for number in range(100)]
+
+    async def run() -> None:
+        async with playing(tmp_path, subscriber_messages=40) as stage:
+            reader, _ = await stage.subscribe()
+            (connection,) = stage.connections
+            writes = []
+            send = connection._transport.write
+            connection._transport = mock.Mock(wraps=connection._transport)
+            connection._transport.write.side_effect = lambda data: writes.append(send(data))
+            for body in bodies:
+                stage.broadcaster.publish(TOPIC, body)
+            expected = b"".join(message(TOPIC, body) for body in bodies)
+            assert await reader.readexactly(len(expected)) == expected
+            assert len(writes) == 3
+
+    asyncio.run(run())
+
+
 def test_address_in_use_is_a_configuration_error() -> None:
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
@@ -136,7 +158,7 @@ def test_messages_for_a_subscriber_that_does_not_read_are_bounded(tmp_path: Path
             (connection,) = stage.connections
             for number in itertools.count():
                 stage.broadcaster.publish(TOPIC, b"%6d" % number + BODY)
-                if len(connection._queue) == 10:
+                if connection._is_blocked and len(connection._queue) == 10:
                     break
                 if not number % 20:
                     await asyncio.sleep(0)
