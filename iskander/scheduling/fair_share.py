@@ -135,9 +135,9 @@ class FairShare:
         """
         away = self._away.items()
         self._away = {source: each for source, each in away if each.round >= self.round - 1}
-        if len(self._away) >= SOURCES_MAX:
+        if 2 * len(self._away) > SOURCES_MAX:
             self._away.clear()  # All of them enter as new sources.
-        self._check_at = min(max(2 * len(self._away), SOURCES_UNCHECKED), SOURCES_MAX)
+        self._check_at = max(2 * len(self._away), SOURCES_UNCHECKED)
 
     def cost(self, flow: Flow) -> int:
         """Credit that one row of a source costs."""
