@@ -29,7 +29,9 @@ def observer_not_started(*, reason: str) -> str:
 
 @observation.error()
 def observer_message_invalid(*, reason: str) -> str:
-    """The observer process sent a message that the gateway cannot read; it is started again.
+    """The observer process sent a message that the gateway cannot read.
+
+    The process is started again, unless the message was a report of drift, which counts as empty.
 
     Do: Report a bug. If the installation was updated, restart the server.
     """

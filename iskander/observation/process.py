@@ -6,6 +6,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import Callable
 from typing import Any, Final
@@ -29,6 +30,8 @@ SETTLE_S: Final = 1.0
 SETTLE_TURN_S: Final = 0.01
 STOP_S: Final = 10.0
 """Timeout for the last files at shutdown; an object store keeps the rest for the next start."""
+CONSUMERS_MAX: Final = 8
+"""Consumers whose reports are kept; there are fewer."""
 
 Report = dict[str, dict[str, Any]]
 
@@ -148,4 +151,5 @@ class ObserverProcess:
                 log.consumer_failing(consumer=consumer, reason=failure)
             elif before and not failure:
                 log.consumer_recovered(consumer=consumer)
-        self.last_report = self.last_report | values
+        known = self.last_report | values
+        self.last_report = dict(itertools.islice(known.items(), CONSUMERS_MAX))

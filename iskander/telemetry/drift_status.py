@@ -1,6 +1,6 @@
 """Drift in the status document: the columns with the most drift.
 
-Pure.
+Pure but for `DriftReader`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from iskander.drift.report import ColumnDrift, DriftReport, ModelDrift, describe
+from iskander.logs import observation as log
 
 DRIFT_MAX: Final = 50
 """Listed columns of all models and processes."""
@@ -60,12 +61,15 @@ class DriftReader:
         self._report = DriftReport()
 
     def read(self) -> DriftReport:
-        """Return the last report; an empty one before the first."""
+        """Return the last report; an empty one before the first, and for an invalid one."""
         raw = self._source().get(CONSUMER)
         if raw is not self._raw:
             self._raw = raw
-            empty = DriftReport()
-            self._report = empty if raw is None else msgspec.convert(raw, DriftReport)
+            try:
+                self._report = DriftReport() if raw is None else msgspec.convert(raw, DriftReport)
+            except msgspec.ValidationError as error:
+                log.observer_message_invalid(reason=str(error))
+                self._report = DriftReport()
         return self._report
 
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 from support.observed import observe
 from support.statuses import HOSTILE, status
@@ -99,7 +100,7 @@ def test_series_of_a_column_are_as_many_as_documented() -> None:
     assert len({metric.name for metric in DRIFT_METRICS}) == len(DRIFT_METRICS)
 
 
-def test_last_report_is_read_once() -> None:
+def test_last_report_is_read_once(caplog: pytest.LogCaptureFixture) -> None:
     reports: dict[str, Any] = {}
     reader = DriftReader(lambda: reports)
     assert reader.read() == DriftReport()
@@ -107,6 +108,9 @@ def test_last_report_is_read_once() -> None:
     found = reader.read()
     assert found.models[0].columns == (column(),)
     assert reader.read() is found
+    reports["drift"] = {"models": [1]}
+    assert reader.read() == DriftReport(), "an invalid one"
+    assert "invalid message of the observer process" in caplog.text
     del reports["drift"]
     assert reader.read() == DriftReport()
 
