@@ -50,6 +50,34 @@ RETRY_MS: Final = 1000
 ResultT = TypeVar("ResultT")
 
 
+def _start_process(memory_bytes: int) -> tuple[socket.socket, subprocess.Popen[bytes], int]:
+    """Start a process; return the gateway's end of its socket, it, and its pidfd.
+
+    May raise OSError; then nothing is left.
+    """
+    environment = dict(os.environ, OPENBLAS_NUM_THREADS="1", ARROW_DEFAULT_MEMORY_POOL="system")
+    environment.pop("NOTIFY_SOCKET", None)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs, contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        ours.setblocking(False)
+        command = [sys.executable, "-P", "-m", "iskander.source_reader"]
+        command += ["--socket", str(theirs.fileno()), "--parent", str(os.getpid())]
+        command += ["--memory", str(memory_bytes)]
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+        )
+        undo.callback(child.wait)
+        undo.callback(child.kill)
+        pidfd = os.pidfd_open(child.pid)
+        undo.pop_all()
+    return ours, child, pidfd
+
+
 class Reader:
     """One process, and the gateway's end of its socket.
 
@@ -63,26 +91,10 @@ class Reader:
         self.requests = 0
         self.has_answered = False
         self.idle_timer: asyncio.TimerHandle | None = None
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
-        arguments = ["--socket", str(theirs.fileno()), "--parent", str(os.getpid())]
-        arguments += ["--memory", str(memory_bytes)]
-        environment = dict(os.environ, OPENBLAS_NUM_THREADS="1", ARROW_DEFAULT_MEMORY_POOL="system")
-        environment.pop("NOTIFY_SOCKET", None)
         try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "iskander.source_reader", *arguments],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-            )
+            self._socket, self._child, self._pidfd = _start_process(memory_bytes)
         except OSError as error:
-            self._socket.close()
             raise ReaderLost(f"the reader process does not start: {error.strerror}") from None
-        finally:
-            theirs.close()
-        self._pidfd = os.pidfd_open(self._child.pid)
         if cpus:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(self._child.pid, cpus)

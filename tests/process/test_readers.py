@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from iskander.auth.source import UNKNOWN_SOURCE
 from iskander.config.sources import SourceReadsConfig
-from iskander.errors import IskanderError, LimitExceeded
+from iskander.errors import IskanderError, LimitExceeded, ReaderLost
 from iskander.sources import messages as reader_messages
 from iskander.sources.messages import PlanRequest
 from iskander.sources.readers import Reader, Readers
@@ -63,6 +64,28 @@ def test_new_limits_end_idle_processes() -> None:
                 await asyncio.sleep(0)
         changed = await planned(readers)
         assert str(1 << 30) in psutil.Process(changed.pid).cmdline()
+        await readers.stop()
+
+    asyncio.run(run())
+
+
+def test_process_without_a_pidfd_is_an_error_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def run() -> None:
+        readers = Readers(SourceReadsConfig(), 1 << 20)
+        before = psutil.Process().num_fds()
+        monkeypatch.setattr(os, "pidfd_open", fail)
+        with pytest.raises(ReaderLost, match="does not start: Too many open files"):
+            async for _ in readers.answers(REJECTED, UNKNOWN_SOURCE):
+                pass
+        monkeypatch.undo()
+        assert psutil.Process().num_fds() == before
+        assert not psutil.Process().children()
+        await planned(readers)
         await readers.stop()
 
     asyncio.run(run())
