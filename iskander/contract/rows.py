@@ -19,10 +19,11 @@ import numpy as np
 
 from iskander.contract.dtypes import OFFSET_BYTES
 from iskander.contract.strings import COLUMN_BYTES_MAX, string_lengths, string_ranges
-from iskander.contract.tensors import TensorSpec, body_layout
+from iskander.contract.tensors import ALIGNMENT, TensorSpec, body_layout
 from iskander.errors import ExecutionFailed
 
 LAYOUTS_MAX: Final = 256
+ALL_BITS: Final = 255
 
 
 class Rows:
@@ -54,6 +55,7 @@ class RowCopier:
         self.has_strings = any(spec.is_string for spec in specs)
         self._bits = [spec.elements * spec.type.dtype.arrow_bits for spec in specs]
         self._layouts: dict[int, tuple[list[int], int]] = {}
+        self._paddings: dict[int, list[tuple[int, int, bytes]]] = {}
 
     def layout(self, rows: int) -> tuple[list[int], int]:
         """`body_layout` of these columns, cached."""
@@ -84,6 +86,37 @@ class RowCopier:
         """Pad a body: copy the last of `rows` rows to the rows up to `body_rows`."""
         for row in range(rows, body_rows):
             self.copy(1, Rows(body, body_rows, rows - 1), Rows(body, body_rows, row))
+
+    def clear_padding(self, body: memoryview, rows: int) -> None:
+        """Zero every bit of a body, of at least one row, that belongs to no value.
+
+        The memory of an arena has results of other requests there.
+        """
+        padding = self._paddings.get(rows)
+        if padding is None:
+            if len(self._paddings) >= LAYOUTS_MAX:
+                self._paddings.clear()
+            padding = self._paddings[rows] = self._padding(rows)
+        for end, last_bits, zeros in padding:
+            if last_bits != ALL_BITS:
+                body[end - 1] &= last_bits
+            body[end : end + len(zeros)] = zeros
+        if self.has_strings:
+            for _, end in self.string_ranges(body, rows)[0]:
+                zeros = bytes(-end % ALIGNMENT)
+                body[end : end + len(zeros)] = zeros
+
+    def _padding(self, rows: int) -> list[tuple[int, int, bytes]]:
+        """End of each padded column, the mask of its last byte, and the zeros that follow."""
+        found: list[tuple[int, int, bytes]] = []
+        for spec, bits, offset in zip(self.specs, self._bits, self.layout(rows)[0], strict=True):
+            end = offset + spec.buffer_bytes(rows)
+            over = rows * bits % 8
+            last_bits = (1 << over) - 1 if over else ALL_BITS
+            zeros = bytes(-end % ALIGNMENT)
+            if zeros or last_bits != ALL_BITS:
+                found.append((end, last_bits, zeros))
+        return found
 
     def string_ranges(self, body: memoryview, rows: int) -> tuple[list[tuple[int, int]], int]:
         """`strings.string_ranges` of a body with at least one row, from its offsets."""

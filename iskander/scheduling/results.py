@@ -34,6 +34,7 @@ def copy_small_results(part: BatchPart, arena: memoryview) -> bytes | None:
         output = output[: outputs.string_ranges(output, part.rows)[1]]
     if output.nbytes > WHOLE_BYTES:
         return None
+    outputs.clear_padding(output, part.rows)
     results = output.tobytes()
     if outputs.has_strings:
         deque(require_result_strings(outputs, memoryview(results), part.rows), maxlen=0)
@@ -54,6 +55,7 @@ def copy_results(part: BatchPart, arena: memoryview) -> Copying:
     output = arena[offset : offset + size]
     if outputs.has_strings:
         size = outputs.string_ranges(output, rows)[1]
+    outputs.clear_padding(output, rows)
     copy = yield from _copy(output[:size])
     if outputs.has_strings:
         yield from require_result_strings(outputs, copy, rows)

@@ -78,6 +78,18 @@ def test_copy_changes_only_the_target_rows(
 
 
 @settings(deadline=None, max_examples=150)
+@given(SPECS, st.integers(1, 40))
+def test_padding_is_cleared_and_no_value_changes(specs: tuple[TensorSpec, ...], rows: int) -> None:
+    body = random_body(specs, rows, 5)
+    before = np.unpackbits(np.frombuffer(bytes(body), np.uint8), bitorder="little")
+
+    RowCopier(specs).clear_padding(memoryview(body), rows)
+
+    after = np.unpackbits(np.frombuffer(body, np.uint8), bitorder="little")
+    assert np.array_equal(after, before * row_mask(specs, rows))
+
+
+@settings(deadline=None, max_examples=150)
 @given(SPECS, st.integers(1, 20), st.integers(0, 20))
 def test_repeat_last_fills_the_body_with_its_last_row(
     specs: tuple[TensorSpec, ...], rows: int, more: int
@@ -136,4 +148,5 @@ def test_layout_cache_is_bounded() -> None:
 
     for rows in range(3 * LAYOUTS_MAX):
         assert copier.layout(rows) == body_layout(specs, rows)
-        assert len(copier._layouts) <= LAYOUTS_MAX
+        copier.clear_padding(memoryview(bytearray(body_layout(specs, rows)[1])), rows)
+        assert max(len(copier._layouts), len(copier._paddings)) <= LAYOUTS_MAX
