@@ -176,3 +176,23 @@ def test_shipped_configurations_are_accepted(tmp_path: Path) -> None:
             assert "nothing to serve" in error.message, file
             continue
         require_addresses(config)
+
+
+def test_each_listener_without_protection_can_be_permitted(tmp_path: Path) -> None:
+    """The name that the error tells to set is accepted."""
+    addresses = {
+        "server": "0.0.0.0:1",
+        "http": "0.0.0.0:2",
+        "inferential": "tcp://*:3",
+        "admin": "0.0.0.0:4",
+        "events": "tcp://*:5",
+    }
+    file = tmp_path / "iskander.toml"
+    for section, address in addresses.items():
+        text = f'[repository]\npath = "models"\n[{section}]\naddress = "{address}"\n'
+        file.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            require_addresses(load_config(file, environment={}).config)
+        permit = caught.value.message.rpartition("permit it by access.")[2]
+        file.write_text(f"{text}[access]\n{permit}\n")
+        require_addresses(load_config(file, environment={}).config)
