@@ -6,8 +6,9 @@ Runs in: actors of Ray Data and Python workers of Spark; several threads call th
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import pyarrow as pa
@@ -60,18 +61,26 @@ class Scorer:
 
     def __init__(self, spec: ScoreSpec) -> None:
         self._spec = spec
-        self._policy = RowPolicy(spec.on_error, spec.columns.results, ErrorBudget())
         self._lock = threading.Lock()
         self._addresses = spec.servers.look_up()
         self._client = self._addresses.open(spec.client)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Score a table.
+        """Score a table, with a limit of rejected rows of its own.
 
         Raises:
             IskanderError: Its columns do not match, no server is available in time, or the server
                 rejects it.
         """
+        return self.task()(table)
+
+    def task(self) -> Callable[[pa.Table], pa.Table]:
+        """Return a function that scores tables, which have one limit of rejected rows together."""
+        spec = self._spec
+        policy = RowPolicy(spec.on_error, spec.columns.results, ErrorBudget())
+        return partial(self._score_table, policy)
+
+    def _score_table(self, policy: RowPolicy, table: pa.Table) -> pa.Table:
         plan = self._spec.columns
         kept = table.select(plan.kept(table.column_names))
         if not table.num_rows:
@@ -81,10 +90,10 @@ class Scorer:
         try:
             results = self._score(sent)
         except IskanderError as error:
-            if not self._policy.can_handle(error):
+            if not policy.can_handle(error):
                 raise
             (batch,) = sent.to_batches()
-            outcome = self._policy.handle(batch, error, self._score_batch)
+            outcome = policy.handle(batch, error, self._score_batch)
             results = pa.Table.from_batches([outcome.results])
         return joined(plan, kept, results)
 

@@ -25,6 +25,7 @@ from iskander.memory.segment import Segment
 from iskander.observation.messages import (
     FRAME_BYTES_MAX,
     INPUT_ARENA,
+    SAMPLES_MAX,
     Arena,
     ArenaClosed,
     Copied,
@@ -135,7 +136,7 @@ class ObserverLoop:
         while not self._has_ended:
             wait_ms = 0 if self._ready else max((due_ns - now_ns()) // NS_PER_MS, 0)
             if self._poll(wait_ms):
-                self._receive_all()
+                self._receive()
             if self._ready:
                 self._consume(self._ready.popleft())
             if now_ns() >= due_ns:
@@ -149,8 +150,12 @@ class ObserverLoop:
         for name, consumer in self._consumers.items():
             self._guarded(name, consumer.close)
 
-    def _receive_all(self) -> None:
-        """Process all messages that have arrived; answer samples with one message."""
+    def _receive(self) -> None:
+        """Process messages that have arrived; answer their samples with one message.
+
+        The gateway holds memory until the answer, so frames after the first `SAMPLES_MAX` samples
+        are left for the next call.
+        """
         copied = Copied([], [])
         has_more = True
         while has_more and not self._has_ended:
@@ -164,7 +169,8 @@ class ObserverLoop:
                 self._process(frame, descriptors, copied)
             else:
                 self._has_ended = True
-            has_more = bool(self._poll(0))
+            answers = len(copied.tickets) + len(copied.refused)
+            has_more = answers < SAMPLES_MAX and bool(self._poll(0))
         if copied.tickets or copied.refused:
             self._send(copied)
 

@@ -82,6 +82,7 @@ class Reader:
     """One process, and the gateway's end of its socket.
 
     Attributes:
+        is_outdated: Whether the limits have changed since its start.
         has_answered: Whether the last frame of the request was received.
     """
 
@@ -89,6 +90,7 @@ class Reader:
         self._loop = asyncio.get_running_loop()
         self._frame_bytes = frame_bytes
         self.requests = 0
+        self.is_outdated = False
         self.has_answered = False
         self.idle_timer: asyncio.TimerHandle | None = None
         try:
@@ -194,10 +196,12 @@ class Readers:
         self.processes: set[Reader] = set()
 
     def configure(self, config: SourceReadsConfig, frame_bytes: int) -> None:
-        """Apply the limits to new processes and steps; idle processes end, running reads stay."""
+        """Apply the limits to new processes and steps; other processes end, after their reads."""
         self._config = config
         self._frame_bytes = frame_bytes
         self._slots["read"].resize(config.streams)
+        for reader in self.processes:
+            reader.is_outdated = True
         for reader in list(self._idle):
             self._retire(reader)
 
@@ -289,7 +293,7 @@ class Readers:
             log.source_reader_ended(reader_pid=reader.pid)
 
     def _release(self, reader: Reader, *, is_reusable: bool) -> None:
-        if not is_reusable or reader.ended.done():
+        if not is_reusable or reader.is_outdated or reader.ended.done():
             reader.kill()
             return
         self._idle.append(reader)

@@ -100,7 +100,7 @@ class Scorer:
             IskanderError: A batch does not match, no server is available in time, or the server
                 rejects it.
         """
-        score = open_scorer(self._key, self._spec)
+        score = open_scorer(self._key, self._spec).task()
         for table in in_order(score, cut(batches, self._batch_rows)):
             yield from as_batches(table, self._results)
 

@@ -1,11 +1,13 @@
-"""Memory segments in a process with denied system calls or limited locked memory."""
+"""Processes with denied system calls, or memory segments with limited locked memory."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support import sandbox
 
 MIB = 1 << 20
@@ -58,3 +60,18 @@ def test_denied_memory_policy_is_reported_and_memory_is_used() -> None:
 
     assert line.startswith("1 MiB | None | False | no memory policy for node 0: mbind was refused ")
     assert "with EPERM: the sandbox does not allow it" in line
+
+
+@pytest.mark.parametrize("module", ["observer", "telemetry.tracing.exporter"])
+def test_auxiliary_processes_run_on_the_cpus_that_they_have(module: str) -> None:
+    """They end without an error after the gateway's end of their socket."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-P", "-m", f"iskander.{module}"]
+    with ours, theirs:
+        ours.shutdown(socket.SHUT_WR)
+        subprocess.run(
+            [sys.executable, sandbox.__file__, "--refuse", "sched_setaffinity", *command],
+            stdin=theirs,
+            timeout=60,
+            check=True,
+        )

@@ -69,6 +69,26 @@ def test_new_limits_end_idle_processes() -> None:
     asyncio.run(run())
 
 
+def test_new_limits_end_a_busy_process_after_its_request() -> None:
+    async def run() -> None:
+        readers = Readers(SourceReadsConfig(idle_s=600), 1 << 20)
+        async with asyncio.timeout(WAIT_S):
+            request = asyncio.create_task(planned(readers))
+            while not readers.processes:
+                await asyncio.sleep(0)
+            readers.configure(SourceReadsConfig(idle_s=600, memory_bytes=1 << 30), 1 << 20)
+            reader = await request
+            assert reader.has_answered
+            await reader.ended
+            while readers.processes:
+                await asyncio.sleep(0)
+        changed = await planned(readers)
+        assert str(1 << 30) in psutil.Process(changed.pid).cmdline()
+        await readers.stop()
+
+    asyncio.run(run())
+
+
 def test_process_without_a_pidfd_is_an_error_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -24,8 +25,8 @@ from iskander.observer.prediction_log.workspace import Workspace
 from iskander.scoring.sinks.storage import sync_folder
 from iskander.scoring.sources.places import locate
 
-IDLE_S: Final = 60.0
-"""Time without a file after which those of ended processes are looked for."""
+ADOPT_S: Final = 60.0
+"""Time after which files of ended processes are looked for again."""
 PIECE_BYTES: Final = 8 << 20
 WITHOUT_FOLDERS: Final = ("s3", "gcs", "abfs")
 """Stores with keys; a folder would be an empty object."""
@@ -94,6 +95,8 @@ class Uploads:
         self._changed = threading.Condition()
         self._waiting: deque[Complete] = deque()
         self._is_closing = False
+        self._failures = 0
+        self._adopt_ns = now_ns() + int(ADOPT_S * NS_PER_S)
         self._add(workspace.left_over())
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
         self._thread.start()
@@ -106,9 +109,9 @@ class Uploads:
     def deliver(self, file: Complete) -> None:
         """See `Delivery`."""
         target = self._ready / file.relative
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(file.path, target)
         with self._changed:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(file.path, target)
             self._waiting.append(file._replace(path=target))
             self._counts.spooled_bytes += file.bytes
             self._changed.notify()
@@ -121,19 +124,18 @@ class Uploads:
         self._thread.join(max(deadline_ns - now_ns(), 0) / NS_PER_S)
 
     def _run(self) -> None:
-        failures = 0
         while (file := self._next()) is not None:
             try:
                 is_uploaded = self._upload(file)
             except (OSError, pa.ArrowException, IskanderError) as error:
                 self._counts.on_failure(f"{file.relative} cannot be uploaded: {error}")
-                failures += 1
+                self._failures += 1
                 with self._changed:
                     if self._is_closing:
                         return
-                    self._changed.wait(pause_s(failures))
+                    self._changed.wait_for(lambda: self._is_closing, pause_s(self._failures))
                 continue
-            failures = 0
+            self._failures = 0
             with self._changed:
                 self._waiting.popleft()
                 self._counts.spooled_bytes -= file.bytes
@@ -143,24 +145,34 @@ class Uploads:
                 self._counts.on_dropped(WRITE_FAILED, file.samples)
 
     def _next(self) -> Complete | None:
-        """Wait for a file; None to end."""
+        """Wait for a file, and adopt those of ended processes when it is time; None to end."""
         while True:
             with self._changed:
-                if not self._waiting and not self._is_closing:
-                    self._changed.wait(IDLE_S)
-                if self._waiting:
-                    return self._waiting[0]
-                if self._is_closing:
+                left_s = max(self._adopt_ns - now_ns(), 0) / NS_PER_S
+                self._changed.wait_for(lambda: self._waiting or self._is_closing, left_s)
+                if self._is_closing and not self._waiting:
                     return None
-            try:
-                self._add(self._workspace.adopt())
-            except OSError as error:
-                self._counts.on_failure(f"files of ended processes cannot be uploaded: {error}")
+                # While uploads fail, more files would only fill the spool.
+                is_due = not self._failures and now_ns() >= self._adopt_ns
+                if self._waiting and (self._is_closing or not is_due):
+                    return self._waiting[0]
+            self._adopt()
 
-    def _add(self, paths: list[Path]) -> None:
+    def _adopt(self) -> None:
+        """Take over the files of ended processes, and set the time of the next adoption."""
+        try:
+            self._add(self._workspace.adopt())
+        except OSError as error:
+            self._counts.on_failure(f"files of ended processes cannot be uploaded: {error}")
+        self._adopt_ns = now_ns() + int(ADOPT_S * NS_PER_S)
+
+    def _add(self, paths: Iterable[Path]) -> None:
         """Add complete files of ended processes, whose samples were counted there."""
         for path in paths:
-            size = path.stat().st_size
+            try:
+                size = path.stat().st_size
+            except FileNotFoundError:
+                continue  # Somebody has deleted it.
             relative = path.relative_to(self._ready).as_posix()
             with self._changed:
                 self._waiting.append(Complete(path, relative, 0, size))
@@ -188,10 +200,14 @@ class Uploads:
         return True
 
     def _remove(self, path: Path) -> None:
-        """Delete an uploaded file, and its folders that are empty."""
-        path.unlink(missing_ok=True)
-        for folder in path.relative_to(self._ready).parents:
-            try:
-                (self._ready / folder).rmdir()
-            except OSError:
-                return
+        """Delete an uploaded file, and its folders that are empty.
+
+        The lock keeps a folder that `deliver` is moving a file into.
+        """
+        with self._changed:
+            path.unlink(missing_ok=True)
+            for folder in path.relative_to(self._ready).parents:
+                try:
+                    (self._ready / folder).rmdir()
+                except OSError:
+                    return

@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -54,21 +55,32 @@ class Workspace:
         """Complete files that an earlier process left, oldest first."""
         return _files_in(self.ready)
 
-    def adopt(self) -> list[Path]:
-        """Take over the complete files of slots without an owner; return where they are now."""
-        adopted = []
+    def adopt(self) -> Iterator[Path]:
+        """Take over the complete files of slots without an owner; yield where they are now.
+
+        Raises:
+            OSError: The error of a slot, after the files of the others.
+        """
+        failure: OSError | None = None
         for slot in self._folder.glob("slot-*"):
-            lock = _lock(slot)
-            if lock is None:
-                continue
             try:
-                for path in _files_in(slot / "ready"):
-                    target = self.ready / path.relative_to(slot / "ready")
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    adopted.append(path.rename(target))
-            finally:
-                os.close(lock)
-        return adopted
+                yield from self._adopt_slot(slot)
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def _adopt_slot(self, slot: Path) -> Iterator[Path]:
+        lock = _lock(slot)
+        if lock is None:
+            return
+        try:
+            for path in _files_in(slot / "ready"):
+                target = self.ready / path.relative_to(slot / "ready")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                yield path.rename(target)
+        finally:
+            os.close(lock)
 
     def release(self) -> None:
         """Release the slot for another process."""

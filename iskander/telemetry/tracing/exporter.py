@@ -183,7 +183,8 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # Not on the cpus of the gateway only, and after its workers.
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.nice(NICE)
     ExportLoop(socket.socket(fileno=0)).run()
 

@@ -1,9 +1,10 @@
-"""Scoring in a process of an engine: waits for servers, and changed addresses."""
+"""Scoring in a process of an engine: waits for servers, changed addresses, rejected rows."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from iskander.errors import (
     IskanderError,
     NotReady,
 )
+from iskander.scoring.rows import ErrorBudget, TooManyErrors
 
 FIRST, SECOND = Addresses("own:1", ("b:1",)), Addresses("own:2", ("b:1",))
 GONE = ConnectionFailed("gone")
@@ -39,7 +41,7 @@ class Network:
         self.opened.append(FakeClient(self, preferred, tuple(others)))
         return self.opened[-1]
 
-    def scorer(self, wait_s: float = 60.0) -> Scorer:
+    def scorer(self, wait_s: float = 60.0, on_error: str = "fail") -> Scorer:
         spec = ScoreSpec(
             version="1",
             columns=Columns(
@@ -48,7 +50,7 @@ class Network:
             renamed={},
             servers=SimpleNamespace(look_up=lambda: self.addresses),  # type: ignore[arg-type]
             client={"token": "t"},
-            on_error="fail",
+            on_error=on_error,
             timeout_s=1.0,
             wait_s=wait_s,
         )
@@ -163,3 +165,32 @@ def test_no_server_at_all(network: Network) -> None:
     network.addresses = Addresses(None, ())
     with pytest.raises(NotReady, match="no server is known"):
         network.scorer()
+
+
+@pytest.fixture
+def rejecting(network: Network, monkeypatch: pytest.MonkeyPatch) -> Scorer:
+    """Servers that reject all rows, and a limit of three of them."""
+
+    def reject(*_: Any, **__: Any) -> pa.Table:
+        raise ContractError("wrong")
+
+    monkeypatch.setattr(FakeClient, "score", reject)
+    monkeypatch.setattr(module, "ErrorBudget", partial(ErrorBudget, 3))
+    return network.scorer(on_error="null")
+
+
+def test_each_call_has_a_limit_of_rejected_rows(rejecting: Scorer) -> None:
+    """The process of an engine lives as long as its query."""
+    for _ in range(3):
+        assert scored(rejecting) == [None, None]
+    with pytest.raises(TooManyErrors, match="the server rejected 4 rows; limit 3"):
+        rejecting(pa.table({"x": range(4)}))
+    assert scored(rejecting) == [None, None]
+
+
+def test_calls_of_a_task_have_one_limit_of_rejected_rows(rejecting: Scorer) -> None:
+    for _ in range(2):
+        task = rejecting.task()
+        assert task(TABLE)["y"].to_pylist() == [None, None]
+        with pytest.raises(TooManyErrors, match="the server rejected 4 rows; limit 3"):
+            task(TABLE)

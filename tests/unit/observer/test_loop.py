@@ -12,7 +12,17 @@ import pytest
 
 from iskander.clock import NS_PER_S
 from iskander.config.observation import ObservationConfig
-from iskander.observation.messages import FRAME_BYTES_MAX, Report, decode_to_gateway
+from iskander.observation.messages import (
+    FRAME_BYTES_MAX,
+    SAMPLES_MAX,
+    Copied,
+    OutputPart,
+    Report,
+    SampleRef,
+    Samples,
+    decode_to_gateway,
+    encode,
+)
 from iskander.observer import loop as loop_module
 from iskander.observer.loop import DRAIN_NS, Copy, ObserverLoop, SampledModels
 from iskander.observer.sample import Consumer, Sample
@@ -94,3 +104,26 @@ def test_report_above_the_limit_is_a_bug() -> None:
     with pytest.raises(OSError) as found:
         run(one=Reporting({"text": "a" * (1 << 20)}))
     assert found.value.errno == errno.EMSGSIZE
+
+
+def test_samples_have_an_answer_while_more_of_them_arrive() -> None:
+    """Their memory is held until then, and the gateway may always be faster."""
+    output = OutputPart(1, 0, 1, 0, 1)
+    refs = [
+        SampleRef(ticket, 1, 0, 1, b"i" * 16, 0, 0, 1, (output,))
+        for ticket in range(3 * SAMPLES_MAX)
+    ]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for start in range(0, len(refs), SAMPLES_MAX):
+            ours.send(encode(Samples(tuple(refs[start : start + SAMPLES_MAX]))))
+        ours.shutdown(socket.SHUT_WR)
+        ObserverLoop(theirs, ObservationConfig(buffer_bytes=1), SampledModels(), {}).run()
+        theirs.close()
+        answers: list[list[int]] = []
+        while frame := ours.recv(FRAME_BYTES_MAX):
+            message = decode_to_gateway(frame)
+            if isinstance(message, Copied):
+                answers.append(message.refused)
+    assert [len(each) for each in answers] == [SAMPLES_MAX] * 3
+    assert [ticket for each in answers for ticket in each] == [ref.ticket for ref in refs]

@@ -6,6 +6,7 @@ import contextlib
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from iskander.client import ModelDescription
 from iskander.errors import ConfigError, ContractError
+from iskander.scoring.rows import ErrorBudget, TooManyErrors
 from iskander.spark import Scorer, scorer
 
 FIELDS = {"id": "string", "x": "long", "other": "variant"}
@@ -103,6 +105,25 @@ def test_batches_are_scored_with_the_pinned_version(client: FakeClient) -> None:
     assert {each.schema.field("y").type for each in found} == {pa.int64()}
     for call in client.calls:
         assert (call["model"], call["version"], call["columns"]) == ("m", "3", {"x": "id"})
+
+
+def test_each_task_has_a_limit_of_rejected_rows(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker process runs the tasks of a streaming query for as long as it lives."""
+
+    def reject(*_: Any, **__: Any) -> pa.Table:
+        raise ContractError("wrong")
+
+    monkeypatch.setattr(client, "score", reject)
+    monkeypatch.setattr("iskander.engines.scorer.ErrorBudget", partial(ErrorBudget, 3))
+    function = scorer("m", "a:1", on_error="null")
+    batch = pa.record_batch({"x": [0, 1]})
+    for _ in range(3):
+        (found,) = function([batch])
+        assert found["y"].to_pylist() == [None, None]
+    with pytest.raises(TooManyErrors, match="the server rejected 4 rows; limit 3"):
+        list(function([batch, batch]))
 
 
 def test_copy_of_another_process(client: FakeClient) -> None:
