@@ -29,6 +29,8 @@ class ChildProcess:
     """Slot of one gateway process, which restarts in it.
 
     Attributes:
+        config: Settings that the current child started with, or the last that it has applied.
+        exit_code: Exit code of the last child, while none runs.
         is_ready: Whether the child listens and is not stopping.
         failures: Unexpected exits in a row.
         has_notified: Whether the current child has sent a notification.
@@ -41,6 +43,7 @@ class ChildProcess:
         self.index = index
         self.child: Child | None = None
         self.config = config
+        self.exit_code: int | None = None
         self.is_ready = self.has_ready_models = self.has_notified = False
         self.admin_address = self.action = self.reloaded = ""
         self.starts = self.failures = 0
@@ -68,6 +71,7 @@ class ChildProcess:
         assert self.child is None
         settings = write_settings(config, self._folder)
         self.config = config
+        self.exit_code = None
         self.starts += 1
         self._started_ns = self.notified_ns = now_ns()
         self.has_notified = self._is_stop_requested = False
@@ -86,9 +90,9 @@ class ChildProcess:
         """Write settings for `reload`; may raise OSError."""
         write_settings(config, self._folder)
 
-    def reload(self, config: Config) -> None:
+    def reload(self) -> None:
         """Make the child apply the written settings; `reloaded` has its answer later."""
-        self.config, self.reloaded = config, ""
+        self.reloaded = ""
         if self.child is not None:
             self.child.send_signal(RELOAD_SIGNAL)
 
@@ -103,7 +107,7 @@ class ChildProcess:
     def reap(self) -> tuple[int, bool]:
         """Collect the exit code, and whether the exit was requested."""
         assert self.child is not None
-        code = self.child.wait()
+        self.exit_code = code = self.child.wait()
         self.child = None
         self.is_ready = self.has_ready_models = False
         self.admin_address = ""

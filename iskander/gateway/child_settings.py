@@ -13,8 +13,10 @@ from typing import Final
 
 import msgspec
 
+from iskander.config.models import REMOTE
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
+from iskander.supervision.placement import shared_devices
 
 SETTINGS_FILE = "settings.json"
 RELOAD_SIGNAL: Final = signal.SIGUSR1
@@ -47,12 +49,22 @@ def fixed(config: Config) -> dict[str, object]:
         "server.address": config.addresses,
         "server.processes": server.processes,
         "server.cores": server.cores,
+        "server.runtime_directory": server.runtime_directory,
         "workers.groups": workers.groups,
         "workers.count": workers.count,
         "workers.thread_pool": workers.thread_pool,
         "workers.busy_poll_us": workers.busy_poll_us,
+        "workers.reattach_s": workers.reattach_s,
+        "shared workers": shared_devices(config),
         "workers of models": [
-            (model.pool, model.own_workers, model.python, model.intra_threads)
+            (
+                model.pool,
+                model.own_workers,
+                model.python,
+                model.intra_threads,
+                model.devices,
+                model.backend == REMOTE,
+            )
             for model in config.models
             if model.own_workers
         ],
@@ -64,6 +76,7 @@ def fixed(config: Config) -> dict[str, object]:
         ],
         "admin.address": config.admin.address,
         "admin.page": config.admin.page,
+        "admin.log_format": config.admin.log_format,
         "events": config.events,
         "http.address": config.http.address,
         "inferential.address": config.inferential.address,

@@ -20,7 +20,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
@@ -29,6 +29,7 @@ from iskander.config.changes import compare
 from iskander.config.schema import Config
 from iskander.control.runtime_directory import ATTACH_SOCKET, RuntimeDirectory, process_directory
 from iskander.errors import IskanderError
+from iskander.exit_codes import ExitCode
 from iskander.file_watcher import ReloadStatus
 from iskander.gateway.child import ChildProcess
 from iskander.gateway.child_settings import fixed
@@ -55,6 +56,18 @@ SILENT_S, HUNG_S = 10.0, 30.0
 RELOAD_S = 10.0
 """Time in which a process applies live settings; it is replaced otherwise."""
 TURN_S = 0.02
+
+
+class ReloadOutcome(NamedTuple):
+    """Outcome of a reload.
+
+    Attributes:
+        note: Its description for the service manager.
+        is_complete: All processes have the settings of the file.
+    """
+
+    note: str
+    is_complete: bool
 
 
 class Parent:
@@ -142,8 +155,8 @@ class Parent:
         notify_reloading()
         before = self._config
         problem = self._read_settings()
-        self._reloads.record(is_valid=not problem)
         if problem:
+            self._reloads.record(is_valid=False)
             log.replacement_rejected(reason=problem)
             self._notify_serving(f"; {problem}")
             return
@@ -177,6 +190,7 @@ class Parent:
         """Read and apply the settings; return why they are rejected, else empty."""
         try:
             read = self._read_again()
+            require_addresses(read)
             require_secrets(read)
         except IskanderError as error:
             return f"reload rejected: {error.message}"
@@ -306,19 +320,20 @@ class Parent:
         self._attach.unlink(missing_ok=True)
         self._attach.symlink_to(process_directory(self._runtime.path, 0) / ATTACH_SOCKET)
 
-    async def _run(self, work: Callable[[], Awaitable[str]]) -> None:
-        """Run a reload, and report its outcome to the service manager."""
-        note = "reload did not finish"
+    async def _run(self, work: Callable[[], Awaitable[ReloadOutcome]]) -> None:
+        """Run a reload; record its outcome, and report it to the service manager."""
+        outcome = ReloadOutcome("reload did not finish", is_complete=False)
         try:
-            note = await work()
+            outcome = await work()
         finally:
             self._reloading = None
             if not self._is_stopping:
-                self._notify_serving(f"; {note}")
+                self._reloads.record(is_valid=outcome.is_complete)
+                self._notify_serving(f"; {outcome.note}")
                 for process in self.processes:
                     self._start(process)  # If it ended after the timeout of its replacement.
 
-    async def _apply(self, before: Config, note: str) -> str:
+    async def _apply(self, before: Config, note: str) -> ReloadOutcome:
         """Apply live settings in all processes, and replace those that do not confirm it."""
         had_ready_models = self._have_ready_models()
         settings = self._child_settings()
@@ -329,15 +344,16 @@ class Parent:
             self._use(before)
             reason = f"reload rejected: the settings cannot be written: {error.strerror}"
             log.replacement_rejected(reason=reason)
-            return reason
+            return ReloadOutcome(reason, is_complete=False)
         applied = await asyncio.gather(*(self._apply_in(each, settings) for each in self.processes))
         outcomes = zip(self.processes, applied, strict=True)
         silent = [process for process, is_applied in outcomes if not is_applied]
         failed = await self._replace(reversed(silent), had_ready_models)
         if failed is not None:
-            return _report_incomplete(failed)
+            unconfirmed = [each for each in silent if each.config != settings]
+            return ReloadOutcome(_report_incomplete(failed, unconfirmed), is_complete=False)
         log.reloaded(note=note)
-        return note
+        return ReloadOutcome(note, is_complete=True)
 
     async def _apply_in(self, process: ChildProcess, settings: Config) -> bool:
         """Apply written settings in one process; return whether it, or its successor, has them."""
@@ -347,25 +363,29 @@ class Parent:
         if process.child is None or process.config == settings:
             return True
         starts = process.starts
-        process.reload(settings)
+        process.reload()
         await _wait_until(lambda: bool(process.reloaded) or process.starts != starts, RELOAD_S)
-        return process.reloaded == "1" or process.starts != starts
+        if process.reloaded == "1" and process.starts == starts:
+            process.config = settings
+        return process.config == settings
 
-    async def _roll(self, before: Config) -> str:
+    async def _roll(self, before: Config) -> ReloadOutcome:
         """Replace all processes; restore the previous settings if one does not get ready."""
         log.replacement_started()
-        note = "replaced"
         had_ready_models = self._have_ready_models()
         # Process 0 last: when the workers attach to it again, the others have them.
         failed = await self._replace(reversed(self.processes), had_ready_models)
+        if failed is None:
+            return ReloadOutcome("replaced", is_complete=True)
+        note = f"process {failed.index} did not get ready: previous settings restored"
+        log.replacement_undone(child=failed.index, note=note)
+        self._use(before)
+        settings = self._child_settings()
+        changed = [each for each in self.processes if each.config != settings]
+        failed = await self._replace(changed or [failed], had_ready_models)
         if failed is not None:
-            note = f"process {failed.index} did not get ready: previous settings restored"
-            log.replacement_undone(child=failed.index, note=note)
-            self._use(before)
-            settings = self._child_settings()
-            changed = [each for each in self.processes if each.config != settings]
-            failed = await self._replace(changed or [failed], had_ready_models)
-        return note if failed is None else _report_incomplete(failed)
+            note = _report_incomplete(failed)
+        return ReloadOutcome(note, is_complete=False)
 
     def _have_ready_models(self) -> bool:
         return all(process.has_ready_models for process in self.processes)
@@ -379,11 +399,20 @@ class Parent:
             if process.child is not None:
                 return process
             self._start(process)
-            is_back = partial(process.is_back, needs_models=had_ready_models)
-            if not await _wait_until(is_back, self._config.workers.start_s):
+            if not await self._is_back(process, needs_models=had_ready_models):
                 return process
             log.process_replaced(child=process.index)
         return None
+
+    async def _is_back(self, process: ChildProcess, *, needs_models: bool) -> bool:
+        """Wait until a new process is ready; False at the timeout, or if it rejects its files."""
+
+        def is_decided() -> bool:
+            is_rejected = process.exit_code == ExitCode.CONFIG
+            return is_rejected or process.is_back(needs_models=needs_models)
+
+        await _wait_until(is_decided, self._config.workers.start_s)
+        return process.is_back(needs_models=needs_models)
 
     async def _drain(self) -> None:
         self._is_stopping = True
@@ -396,9 +425,10 @@ class Parent:
     async def _end(self, process: ChildProcess, number: signal.Signals) -> None:
         """Stop a process by a signal, and by SIGKILL after a timeout."""
         process.signal(number)
-        # Settings differ between processes during a roll. A process drains its streams first, and
-        # then its workers, which may have batches of its peers.
-        servers = [each.config.server for each in self.processes]
+        # Settings differ between processes during a reload, and a process may have applied new ones
+        # that it has not confirmed. It drains its streams first, and then its workers, which may
+        # have batches of its peers.
+        servers = [self._config.server, *(each.config.server for each in self.processes)]
         limit_s = max(each.lame_duck_s + 2 * each.drain_s for each in servers) + STOP_SLACK_S
         if not await _wait_until(lambda: process.child is None, limit_s):
             log.process_not_stopped(child=process.index, limit_s=limit_s)
@@ -427,8 +457,11 @@ class Parent:
         self._runtime.release()
 
 
-def _report_incomplete(failed: ChildProcess) -> str:
+def _report_incomplete(failed: ChildProcess, unconfirmed: Sequence[ChildProcess] = ()) -> str:
     note = f"process {failed.index} is not ready; the others keep serving"
+    if unconfirmed:
+        indexes = ", ".join(str(each.index) for each in unconfirmed)
+        note += f"; new settings not confirmed by process {indexes}"
     log.replacement_incomplete(child=failed.index, note=note)
     return note
 

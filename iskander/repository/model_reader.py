@@ -43,20 +43,16 @@ class ModelReader:
     """Reads models of the configuration and of the repository folder."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config
         self._root = Path(config.repository.path)
         self._marker = config.repository.marker
         self._loading = loading_spec(config)
-        self._configured = {(m.name, str(m.version)): m for m in config.models}
+        self.configure(config)
         self._names = {name for name, _ in self._configured}
-        self.set_lanes(config)
 
-    def set_lanes(self, config: Config) -> None:
-        """Use the lanes of the configuration for later generations of its models.
-
-        The fingerprints stay: another lane is no reason to load a model again.
-        """
-        self._lanes = {(m.name, str(m.version)): m.lane for m in config.models}
+    def configure(self, config: Config) -> None:
+        """Use live settings for later loads; the fingerprints of the configured models stay."""
+        self._config = config
+        self._configured = {(m.name, str(m.version)): m for m in config.models}
 
     def is_configured(self, name: str) -> bool:
         """Whether a model comes from the configuration."""
@@ -94,10 +90,7 @@ class ModelReader:
     def of_configuration(self, name: str) -> Found:
         """Read the versions of a model of the configuration."""
         return {
-            version: _read_or_error(
-                msgspec.structs.replace(model, lane=self._lanes[each, version]),
-                partial(model_spec, 0, model, self._loading),
-            )
+            version: _read_or_error(model, partial(model_spec, 0, model, self._loading))
             for (each, version), model in self._configured.items()
             if each == name
         }

@@ -83,10 +83,10 @@ class Repository:
     def configure(self, config: Config) -> None:
         """Apply lanes and shadow shares of the configured models, also while they are loading.
 
-        Retired versions get the new `server.drain_s`.
+        Later loads get the new `limits.rows`, retired versions the new `server.drain_s`.
         """
         self.config = self._generations.config = config
-        self._reader.set_lanes(config)
+        self._reader.configure(config)
         lanes = {(each.name, str(each.version)): each.lane for each in config.models}
         for lane in self.models.by_key.values():
             key = (lane.model.name, lane.model.version)

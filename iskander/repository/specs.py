@@ -11,7 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from iskander.config.models import ModelConfig
+from iskander.config.drift import ModelDriftConfig
+from iskander.config.models import LaneConfig, ModelConfig
+from iskander.config.observation import ModelLogConfig
 from iskander.config.schema import Config
 from iskander.contract.manifest import model_file
 from iskander.control.messages import LoadingSpec, ModelSpec
@@ -41,7 +43,7 @@ def model_spec(
         raise ConfigError(
             f"models[{key}].path: `{model.name}` has no model file: {reason}"
         ) from None
-    options = msgspec.json.encode(model).decode()
+    pad_to = tuple(sorted({each for each in model.lane.pad_to if each <= model.max_batch_rows}))
     return ModelSpec(
         key=key,
         name=model.name,
@@ -56,7 +58,7 @@ def model_spec(
         has_memory_pattern=model.memory_pattern,
         rows_max=model.max_batch_rows,
         string_bytes=model.result_string_bytes,
-        fingerprint=f"{file} {stat.st_size} {stat.st_mtime_ns} {stamps} {options}",
+        fingerprint=f"{file} {stat.st_size} {stat.st_mtime_ns} {stamps} {_options(model, pad_to)}",
         pool=model.pool,
         provider_options=with_limit(
             {
@@ -71,8 +73,20 @@ def model_spec(
         trust_pickle=model.trust_pickle,
         trusted_types=model.trusted_types,
         loading=loading,
-        pad_to=tuple(sorted({each for each in model.lane.pad_to if each <= model.max_batch_rows})),
+        pad_to=pad_to,
     )
+
+
+def _options(model: ModelConfig, pad_to: tuple[int, ...]) -> str:
+    """Return the settings that a load depends on: those that only the gateway uses are left out."""
+    used = msgspec.structs.replace(
+        model,
+        lane=LaneConfig(pad_to=pad_to),
+        shadow_share=None,
+        prediction_log=ModelLogConfig(),
+        drift=ModelDriftConfig(),
+    )
+    return msgspec.json.encode(used).decode()
 
 
 def _stamps_beside(file: Path, backend: str) -> list[tuple[str, int]]:
@@ -102,8 +116,8 @@ def loading_spec(config: Config, environment: Mapping[str, str] = os.environ) ->
 
 
 def _option(value: str | int | float | bool) -> str:
-    """Format a provider's option for ONNX Runtime: booleans as 0 and 1."""
-    return str(int(value)) if isinstance(value, bool) else str(value)
+    """Format a provider's option for ONNX Runtime; TensorRT rejects 0 and 1 for booleans."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def quorum_of(config: Config, model: ModelConfig) -> int:

@@ -17,7 +17,13 @@ from iskander.config.models import REMOTE, ModelConfig
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
 from iskander.supervision.gpus.device import PREFIX, Gpu
-from iskander.supervision.gpus.placement import GpuGroup, gpu_groups, gpu_slots, select_gpus
+from iskander.supervision.gpus.placement import (
+    GpuGroup,
+    gpu_groups,
+    gpu_slots,
+    select_gpus,
+    wants_gpus,
+)
 from iskander.supervision.topology import Topology, parse_cpu_list, render_cpu_list
 from iskander.supervision.worker import SlotPlan
 
@@ -75,8 +81,8 @@ def plan(config: Config, topology: Topology, gpus: Sequence[Gpu] = ()) -> Placem
         groups = list((left.domains if kind == "l3" else left.nodes).values())
     elif not groups:
         _require_no_cores(config, on_cpus)
-    own, rest, shared_notes = _own_slots(on_cpus, topology, groups, _shared_count(config, on_cpus))
-    shared = _shared_slots(config, topology, rest, on_cpus)
+    own, rest, shared_notes = _own_slots(on_cpus, topology, groups, _shared_count(config))
+    shared = _shared_slots(config, topology, rest)
     remote = _remote_slots(on_cpus, topology, groups)
     accelerated = gpu_slots(config, _device_slots(devices, topology, len(groups)))
     placed = enumerate([*shared, *accelerated, *own, *remote])
@@ -90,6 +96,14 @@ def plan(config: Config, topology: Topology, gpus: Sequence[Gpu] = ()) -> Placem
     notes += _notes_on_shared_cores(gateway, computing, topology) + shared_notes
     _require_threads(config, slots)
     return PlacementPlan(gateway, slots, tuple(notes))
+
+
+def shared_devices(config: Config) -> set[str]:
+    """Return the kinds of workers, `cpu` and `gpu`, that several models may share."""
+    devices = {device for m in config.models if not m.own_workers for device in m.devices}
+    if config.repository.path:
+        devices |= {"cpu", "gpu"} if wants_gpus(config) else {"cpu"}
+    return devices
 
 
 def _listed_groups(config: Config, topology: Topology) -> list[Cpus]:
@@ -143,10 +157,9 @@ def _require_no_cores(config: Config, on_cpus: list[ModelConfig]) -> None:
         raise ConfigError(f"model `{only[0]}` needs a core group: {text}")
 
 
-def _shared_count(config: Config, on_cpus: list[ModelConfig]) -> int:
+def _shared_count(config: Config) -> int:
     """Return the workers of each group that need a core beside models' own ones."""
-    is_shared = bool(config.repository.path) or not all(model.own_workers for model in on_cpus)
-    return max(config.workers.count, 1) if is_shared else 0
+    return max(config.workers.count, 1) if "cpu" in shared_devices(config) else 0
 
 
 def _gateway_cpus(config: Config, topology: Topology, listed: list[Cpus]) -> tuple[Cpus, str]:
@@ -255,11 +268,9 @@ def _preferred_node(part: Topology, topology: Topology) -> int | None:
     return next(iter(part.nodes)) if len(topology.nodes) > 1 and len(part.nodes) == 1 else None
 
 
-def _shared_slots(
-    config: Config, topology: Topology, groups: list[Cpus], on_cpus: list[ModelConfig]
-) -> list[SlotPlan]:
+def _shared_slots(config: Config, topology: Topology, groups: list[Cpus]) -> list[SlotPlan]:
     """Place the workers that serve all models."""
-    if not groups or not _shared_count(config, on_cpus):
+    if not groups or not _shared_count(config):
         return []
     count = config.workers.count or len(groups)
     if count < len(groups):

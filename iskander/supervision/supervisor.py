@@ -289,7 +289,8 @@ class Supervisor:
 
     def _on_unresponsive(self, slot: WorkerSlot) -> None:
         """End a worker that does not read its channel, after the current callback."""
-        self._loop.call_soon(self._end_worker, self.workers[slot.index], slot.incarnation)
+        assert isinstance(slot, Worker)
+        self._loop.call_soon(self._end_worker, slot, slot.incarnation)
 
     def _end_worker(self, worker: Worker, incarnation: int) -> None:
         """End a process, unless the slot has another one by now."""

@@ -25,6 +25,7 @@ from iskander.gateway import parent as parent_module
 from iskander.gateway import systemd
 from iskander.gateway.child import ChildProcess
 from iskander.gateway.parent import Parent
+from iskander.transport import addresses
 
 CHILD = """
 import contextlib, json, os, pathlib, signal, socket, sys, time
@@ -55,6 +56,8 @@ signal.signal(signal.SIGUSR1, reload)
 while read()["busy_poll_us"] == 66:
     notify("WATCHDOG=1")
     time.sleep(0.05)
+if read()["busy_poll_us"] == 78 or (folder.parent / "reject").exists():
+    sys.exit(78)
 hang = folder.parent / "hang"
 if hang.exists():
     hang.unlink()
@@ -86,7 +89,7 @@ class Harness:
     def write(self, **server: Any) -> None:
         """Changes the settings for the next reload.
 
-        `busy_poll_us` is not live; with 66, no process gets ready.
+        `busy_poll_us` is not live; with 66, no process gets ready, and with 78, each exits with 78.
         """
         self.config = replace(self.config, server=replace(self.config.server, **server))
 
@@ -196,11 +199,11 @@ def test_rejected_reload_changes_no_process(tmp_path: Path) -> None:
         async with serving(tmp_path) as harness:
             harness.write(drain_s=7.0, processes=3)
             harness.parent.reload()
-            assert harness.parent._reloading is None
+            assert harness.parent._reloading is None and not harness.parent._reloads.is_valid
             harness.write(processes=2, drain_s=5.0, lame_duck_s=1.0)
             harness.parent.reload()
             await until(lambda: harness.parent._reloading is None)
-            assert applied(harness) == ["5.0", "5.0"]
+            assert applied(harness) == ["5.0", "5.0"] and harness.parent._reloads.is_valid
 
     asyncio.run(run())
 
@@ -213,11 +216,11 @@ def test_settings_that_cannot_be_written_for_one_process_change_none(tmp_path: P
             harness.write(drain_s=7.0)
             harness.parent.reload()
             await until(lambda: harness.parent._reloading is None)
-            assert applied(harness) == ["", ""]
+            assert applied(harness) == ["", ""] and not harness.parent._reloads.is_valid
             obstacle.rmdir()
             harness.parent.reload()
             await until(lambda: harness.parent._reloading is None)
-            assert applied(harness) == ["7.0", "7.0"]
+            assert applied(harness) == ["7.0", "7.0"] and harness.parent._reloads.is_valid
 
     asyncio.run(run())
 
@@ -254,6 +257,74 @@ def test_process_that_does_not_apply_live_settings_is_replaced(
             await until(harness.is_ready)
             assert not set(before) & {harness.pid(index) for index in (0, 1)}
             assert harness.settings(0)["server"]["drain_s"] == 7.0
+
+    asyncio.run(run())
+
+
+def test_process_without_confirmation_keeps_its_settings_if_another_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise live settings could end all processes, one after the other."""
+    monkeypatch.setattr(parent_module, "RELOAD_S", 0.3)
+
+    async def run() -> None:
+        async with serving(tmp_path, start_s=60.0) as harness:
+            parent, (first, second) = harness.parent, harness.parent.processes
+            notes: list[str] = []
+            monkeypatch.setattr(parent, "_notify_serving", notes.append)
+            for name in ("deaf", "reject"):
+                (tmp_path / name).touch()
+            harness.write(drain_s=7.0)
+            parent.reload()
+            await until(lambda: parent._reloading is None)
+            assert notes == [
+                "; process 1 is not ready; the others keep serving; new settings not confirmed by "
+                "process 0"
+            ]
+            assert not parent._reloads.is_valid
+            assert first.starts == 1 and first.config.server.drain_s == 5.0
+            assert second.config.server.drain_s == 7.0
+            for name in ("deaf", "reject"):
+                (tmp_path / name).unlink()
+            await until(harness.is_ready)
+            harness.write(drain_s=8.0)
+            parent.reload()
+            await until(lambda: parent._reloading is None)
+            assert applied(harness) == ["8.0", "8.0"]
+            assert first.starts == 1 and first.config.server.drain_s == 8.0
+            assert parent._reloads.is_valid
+
+    asyncio.run(run())
+
+
+def test_reload_that_exposes_a_listener_changes_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process with such settings ends at its start."""
+
+    async def run() -> None:
+        async with serving(tmp_path) as harness:
+            # As if the address were not loopback, and the file had lost its tokens.
+            monkeypatch.setattr(addresses, "_resolved", lambda address: {"192.0.2.1"})
+            harness.parent.reload()
+            assert harness.parent._reloading is None and not harness.parent._reloads.is_valid
+            assert [each.starts for each in harness.parent.processes] == [1, 1]
+
+    asyncio.run(run())
+
+
+def test_settings_are_reverted_at_once_if_a_process_rejects_them(tmp_path: Path) -> None:
+    """It is not restarted until `workers.start_s`, which is longer than this test."""
+
+    async def run() -> None:
+        async with serving(tmp_path, start_s=10 * WITHIN_S) as harness:
+            parent = harness.parent
+            harness.write(busy_poll_us=78)
+            parent.reload()
+            await until(lambda: parent._reloading is None)
+            assert harness.is_ready() and not parent._reloads.is_valid
+            assert parent.processes[0].starts == 1
+            assert harness.settings(1)["server"]["busy_poll_us"] == 0
 
     asyncio.run(run())
 
@@ -348,6 +419,7 @@ def test_settings_are_reverted_if_a_process_does_not_get_ready(tmp_path: Path, i
                 )
             await until(lambda: process.starts == 3 and parent._reloading is None)
             await until(harness.is_ready)
+            assert not parent._reloads.is_valid
             for number in (0, 1):
                 assert harness.settings(number)["server"]["busy_poll_us"] == 0
             await signal_and_await_replacement(harness, 1, signal.SIGKILL)
@@ -355,6 +427,7 @@ def test_settings_are_reverted_if_a_process_does_not_get_ready(tmp_path: Path, i
             harness.write(busy_poll_us=8)
             await roll(harness)
             assert harness.settings(0)["server"]["busy_poll_us"] == 8
+            assert parent._reloads.is_valid
 
     asyncio.run(run())
 

@@ -7,7 +7,9 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -105,3 +107,54 @@ def test_child_receives_settings_and_watchdog_interval(
 def test_changed_inferential_address_requires_a_restart() -> None:
     other = replace(CONFIG, inferential=replace(CONFIG.inferential, address="tcp://*:9"))
     assert fixed(other) != fixed(CONFIG)
+
+
+def configuration(*models: dict[str, Any], **sections: Any) -> Config:
+    named = [{"path": "p", "version": "1", **model} for model in models]
+    return msgspec.convert({"models": named, **sections}, Config)
+
+
+SHARED = {"name": "shared"}
+OWN = {"name": "own", "backend": "python"}
+GPU = {"name": "gpu", "execution_providers": ["cuda"], "gpu_memory_bytes": 1}
+FOLDER = {"path": "models"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [
+        (configuration(OWN), configuration(OWN, SHARED), ["shared workers"]),
+        (configuration(OWN), configuration(OWN, repository=FOLDER), ["shared workers"]),
+        (configuration(GPU), configuration(GPU, repository=FOLDER), ["shared workers"]),
+        (
+            configuration(OWN),
+            configuration(OWN | {"backend": "remote"}),
+            ["workers of models"],
+        ),
+        (
+            configuration(OWN),
+            configuration(OWN | {"placement": "gpu"}),
+            ["workers of models", "GPUs of models"],
+        ),
+        (
+            configuration(),
+            configuration(workers={"reattach_s": 1.0}, admin={"log_format": "json"}),
+            ["workers.reattach_s", "admin.log_format"],
+        ),
+        (
+            configuration(),
+            configuration(server={"runtime_directory": "/run/other"}),
+            ["server.runtime_directory"],
+        ),
+        (configuration(SHARED), configuration(SHARED, SHARED | {"name": "second"}), []),
+        (configuration(SHARED), configuration(SHARED, repository=FOLDER), []),
+        (configuration(OWN), configuration(OWN | {"max_batch_rows": 7}), []),
+    ],
+)
+def test_change_of_the_worker_plan_requires_a_restart(
+    before: Config, after: Config, names: list[str]
+) -> None:
+    """Running workers have the slots of the previous plan."""
+    for one, other in ((before, after), (after, before)):
+        found, wanted = fixed(one), fixed(other)
+        assert [name for name in found if found[name] != wanted[name]] == names

@@ -17,7 +17,7 @@ from support.repositories import Folder, scaled
 from iskander.clock import NS_PER_S
 from iskander.config.models import LaneConfig, ModelConfig
 from iskander.config.repository import RepositoryConfig
-from iskander.config.schema import Config, ServerConfig, WorkersConfig
+from iskander.config.schema import Config, LimitsConfig, ServerConfig, WorkersConfig
 from iskander.control.messages import Unload
 from iskander.errors import IskanderError, ManifestError, NotReady
 from iskander.measurement.recent_values import RecentValues
@@ -503,6 +503,27 @@ def test_routing_is_unchanged_until_its_targets_are_served(tmp_path: Path) -> No
         assert fleet.models.find("m", "stable").model.version == "4"
         assert not fleet.models.failures
         await until(lambda: [lane.model.version for lane in fleet.models] == ["4"])
+        repository.close()
+
+    run(scenario)
+
+
+def test_load_uses_the_limits_of_the_last_reload(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folder = Folder(tmp_path / "models")
+        folder.put("m", 1, 3)
+        folder.write_settings("m", "max_batch_rows = 64")
+        settings = RepositoryConfig(path=str(folder.root), control="explicit")
+        config = Config(repository=settings, limits=LimitsConfig(rows=32))
+        fleet, repository = repository_of(config, 1)
+        (error,) = await settled(asyncio.create_task(repository.load("m")))
+        assert error is not None and "limits.rows = 32" in error.message
+        repository.configure(msgspec.structs.replace(config, limits=LimitsConfig(rows=64)))
+        load_task = asyncio.create_task(repository.load("m"))
+        await until(lambda: load_task.done() or fleet.model_keys(0))
+        fleet.complete_load(0)
+        repository.update()
+        assert await settled(load_task) == [None]
         repository.close()
 
     run(scenario)

@@ -542,17 +542,18 @@ def test_unresponsive_worker_is_lost_unless_its_slot_was_reassigned() -> None:
 
     async def run() -> None:
         supervisor = ScriptedSupervisor()
-        pool = supervisor.workers = workers(4)
+        pool = supervisor.workers = workers(5)
+        del pool[0]  # As the slot of an isolated worker: an index is no position.
         pool[1].state = State.LOADING
         for worker in pool:
             supervisor._on_unresponsive(worker)
         pool[2].incarnation += 10
         assert events == []
         await asyncio.sleep(0)
-        assert events == [(0, Event.HUNG), (1, Event.LOAD_FAILED), (3, Event.HUNG)]
+        assert events == [(1, Event.HUNG), (2, Event.LOAD_FAILED), (4, Event.HUNG)]
         events.clear()
         supervisor._on_released(pool[0], pool[0].incarnation)
         supervisor._on_released(pool[2], pool[2].incarnation - 10)
-        assert events == [(0, Event.LOST)]
+        assert events == [(1, Event.LOST)]
 
     asyncio.run(run())
