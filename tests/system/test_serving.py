@@ -18,6 +18,7 @@ from support import models, raw
 from support.processes import Gateway, eventually, running
 
 from iskander.client import Client
+from iskander.protocols.flight.data import read_flight_data
 
 ELEMENTS = {
     "bool": TensorProto.BOOL,
@@ -212,6 +213,41 @@ def test_dictionary_inputs_and_dictionaries_that_change_in_a_stream(client: Clie
     assert [batch["kind"].to_pylist() for batch in scored] == kinds
 
 
+def test_results_after_large_dictionaries_are_in_order(gateway: Gateway) -> None:
+    """Each batch has another dictionary, larger than a frame; several results are ready together.
+
+    The frames are as small as those of other gRPC implementations by default.
+    """
+    options = [
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.max_frame_size", 16_384),
+        ("grpc.http2.lookahead_bytes", 1 << 22),
+    ]
+    client = flight.connect(f"grpc://{gateway.address}", generic_options=options)
+    batches = []
+    for index in range(60):
+        x = np.arange(2000) + 2000 * index
+        kinds = pa.array([f"{index:10}{row:10}" for row in range(2000)])
+        batches.append(pa.record_batch({"x": x, "kind": kinds.dictionary_encode()}))
+    writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("ids-all"))
+
+    def write() -> None:
+        writer.begin(batches[0].schema)
+        for batch in batches:
+            writer.write_batch(batch)
+        writer.done_writing()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    chunks = list(reader)
+    thread.join()
+    writer.close()
+    client.close()
+    for batch, chunk in zip(batches, chunks, strict=True):
+        assert chunk.data["y"].to_numpy().tolist() == (3 * batch["x"].to_numpy() + 1).tolist()
+        assert chunk.data["kind"].to_pylist() == batch["kind"].to_pylist()
+
+
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
 def test_compressed_streams(gateway: Gateway, compression: str) -> None:
     client = flight.connect(f"grpc://{gateway.address}")
@@ -299,6 +335,17 @@ def test_schema_is_sent_before_any_batch(gateway: Gateway) -> None:
     assert response["code"] == "OK"
     assert len(response["frames"]) == 1
     assert raw.read_batches(response["frames"])[0] == []
+
+
+def test_response_has_no_bytes_of_earlier_results(gateway: Gateway, client: Client) -> None:
+    """One row uses 8 of the 64 bytes of its column; the same memory had 16 rows before."""
+    client.score("ids", pa.record_batch({"x": np.arange(1, 17)}), version="1")
+    batch = pa.record_batch({"x": [1]})
+    frames = [raw.descriptor("ids", "1"), raw.schema_data(batch.schema), raw.batch_data(batch)]
+    with raw.RawClient(gateway.address) as attacker:
+        response = attacker.exchange(frames)
+    body = bytes(read_flight_data(response["frames"][-1]).body)
+    assert body == (4).to_bytes(8, "little") + bytes(56)
 
 
 def test_two_versions_and_the_highest_by_default(client: Client) -> None:

@@ -174,7 +174,8 @@ class Exchange:
     async def run(self) -> None:
         """Serve the stream to its end; raise its error after the earlier results."""
         opening = self._loop.call_later(OPEN_S, self._on_open_timeout)
-        self._call.on_input, self._call.on_writable = self._read, self._write
+        # Not `_write`: `send` may call it between two messages of a response.
+        self._call.on_input, self._call.on_writable = self._read, self._write_soon
         try:
             self._read()
             await self._finished

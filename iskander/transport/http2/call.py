@@ -50,7 +50,8 @@ class Call(CallReceiver):
         self.send_window = streams.output.call_window
         # Called when the call is closed; for handlers without a `task`.
         self.on_closed: Callable[[], None] | None = None
-        # Called when no data is blocked any more; for handlers that do not `write`.
+        # Called when no data is blocked any more, also during `send`; for handlers that do not
+        # `write`.
         self.on_writable: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._outbox: deque[memoryview] | None = None

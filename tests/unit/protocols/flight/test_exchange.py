@@ -1,4 +1,4 @@
-"""End of a Flight stream: its error, and its memory."""
+"""Flight streams: order of their messages, their error, and their memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.http2 import Peer, settings, until, window_update
+from support.input_arena import in_loop
 
 from iskander.auth.source import Source
 from iskander.config.schema import Config
@@ -84,3 +86,38 @@ def test_error_of_a_batch_is_kept_when_the_client_half_closes_at_that_moment() -
             await stream.run()
 
     asyncio.run(run_test())
+
+
+@in_loop
+async def test_messages_of_a_response_are_sent_before_the_next_response() -> None:
+    """A message above the frame size is sent at once, and then the call is writable."""
+    dictionary, result, next_result = bytes(20_000), b"result", b"next"
+    assert await sent([dictionary, result], [next_result]) == [dictionary, result, next_result]
+
+
+@in_loop
+async def test_any_number_of_large_responses_is_sent() -> None:
+    responses = [[bytes(17_000)] for _ in range(200)]
+    assert await sent(*responses) == [response for (response,) in responses]
+
+
+async def sent(*responses: list[bytes]) -> list[bytes]:
+    """Returns the messages that a client receives if all responses are ready together."""
+    peer = Peer()
+    peer.feed(settings(window=1 << 24), window_update(0, 1 << 24))
+    peer.open()
+    (call,) = peer.calls.values()
+    stream = exchange_of(call)
+    stream._codec = SimpleNamespace(  # type: ignore[assignment]
+        frames=lambda response: [(each,) for each in response]
+    )
+    running = asyncio.create_task(stream.run())
+    await asyncio.sleep(0)
+    for response in responses:
+        batch = RejectedBatch(None)  # type: ignore[arg-type]
+        batch.response = response  # type: ignore[assignment]
+        stream._append(batch)
+    stream._write_soon()
+    await until(lambda: not stream._unwritten)
+    running.cancel()
+    return peer.answer().messages
