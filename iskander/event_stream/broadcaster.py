@@ -13,19 +13,25 @@ import socket
 from collections import deque
 from typing import Final, cast
 
-from iskander.clock import NS_PER_MS, NS_PER_S, now_ns, thread_cpu_ns
+from iskander.clock import NS_PER_S, now_ns, thread_cpu_ns
 from iskander.config.schema import Config
 from iskander.event_stream.endpoint import Endpoint
 from iskander.event_stream.subscriptions import Subscriptions
 from iskander.logs import network as log
-from iskander.transport.cpu_allowance import PER_S_NS, CpuAllowance
+from iskander.transport.acceptor import AcceptedSocket, Acceptor
+from iskander.transport.descriptors import descriptor_limit
+from iskander.transport.sources import Source
 from iskander.transport.zmtp import frames
 from iskander.transport.zmtp.frames import ProtocolViolation
 
 READ_BYTES: Final = 4096
-"""Of a subscriber in one event loop iteration: up to 1,365 subscriptions, in a millisecond."""
+"""Up to 1,365 subscriptions, in a millisecond; one read of all subscribers in a loop iteration."""
+READ_SHARE: Final = 10
+"""The reads of all subscribers use at most a tenth of the time of a processor."""
 WRITE_BUFFER_BYTES: Final = 1 << 16
 """Above it, messages wait in the queue of the subscriber."""
+FLUSH_BYTES: Final = 1 << 18
+"""Written for a subscriber in one event loop iteration."""
 HANDSHAKE_S: Final = 10.0
 FLUSH_S: Final = 0.5
 """Timeout for the last events at the end."""
@@ -45,16 +51,16 @@ class Broadcaster:
         self.messages_max = config.events.subscriber_messages
         self._subscribers_max = config.events.subscribers
         self._endpoint = Endpoint(config)
-        self._servers: list[asyncio.Server] = []
+        self._acceptors: list[Acceptor] = []
         self._connections: set[Connection] = set()
+        self._unprocessed: dict[Connection, None] = {}  # With a read, in the order of arrival.
+        self._turn_ns = 0
+        self._is_turn_due = False
 
     async def start(self) -> None:
         """Accept subscribers; raises ConfigError if the address is in use."""
-        loop = asyncio.get_running_loop()
         for bound in await self._endpoint.bind():
-            is_unix = bound.family == socket.AF_UNIX
-            create = loop.create_unix_server if is_unix else loop.create_server
-            self._servers.append(await create(lambda: Connection(self), sock=bound))
+            self._acceptors.append(Acceptor(bound, self))
         self.address = self._endpoint.address
 
     def publish(self, topic: bytes, body: bytes) -> None:
@@ -67,8 +73,8 @@ class Broadcaster:
 
     async def stop(self) -> None:
         """Send what waits for the subscribers, within `FLUSH_S`, and close. Idempotent."""
-        for server in self._servers:
-            server.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         deadline_ns = now_ns() + int(FLUSH_S * NS_PER_S)
         while self._connections and now_ns() < deadline_ns:
             for connection in list(self._connections):
@@ -77,6 +83,23 @@ class Broadcaster:
         for connection in list(self._connections):
             connection.abort()
         self._endpoint.release()
+
+    def admit(self, source: Source) -> AcceptedSocket[Connection]:
+        """Return the state of a new connection; `add` applies the limit."""
+        return AcceptedSocket(source)
+
+    def make(self, accepted: AcceptedSocket[Connection]) -> Connection:
+        """Create the protocol object of a new connection."""
+        del accepted
+        return Connection(self)
+
+    def drop(self, accepted: AcceptedSocket[Connection]) -> None:
+        """Do nothing: a connection counts once it is set up."""
+
+    def on_accept_error(self, listening: socket.socket, error: OSError) -> None:
+        """Log a failed `accept`."""
+        del listening
+        log.accept_failed(reason=str(error.strerror), times=1, limit=descriptor_limit())
 
     def add(self, connection: Connection) -> bool:
         """Add a new connection; return False above the limit."""
@@ -90,6 +113,31 @@ class Broadcaster:
     def forget(self, connection: Connection) -> None:
         """Remove a closed connection."""
         self._connections.discard(connection)
+        self._unprocessed.pop(connection, None)
+
+    def process_later(self, connection: Connection) -> None:
+        """Process the read of a subscriber when it has its turn."""
+        self._unprocessed[connection] = None
+        self._schedule_turn()
+
+    def _schedule_turn(self) -> None:
+        if self._unprocessed and not self._is_turn_due:
+            self._is_turn_due = True
+            delay_s = max(self._turn_ns - now_ns(), 0) / NS_PER_S
+            asyncio.get_running_loop().call_later(delay_s, self._run_turn)
+
+    def _run_turn(self) -> None:
+        """Process the oldest read; the next turn is `READ_SHARE` times its duration later."""
+        self._is_turn_due = False
+        if not self._unprocessed:
+            return
+        connection = next(iter(self._unprocessed))
+        del self._unprocessed[connection]
+        self._turn_ns = max(self._turn_ns, now_ns())
+        cpu_ns = thread_cpu_ns()
+        connection.process_read()
+        self._turn_ns += READ_SHARE * (thread_cpu_ns() - cpu_ns)
+        self._schedule_turn()
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -100,7 +148,7 @@ class Connection(asyncio.BufferedProtocol):
         self._host = host
         self._transport: asyncio.Transport
         self._handshake: asyncio.TimerHandle
-        self._cpu = CpuAllowance(now_ns())
+        self._read = b""
         self._queue: deque[bytes] = deque()
         self._is_blocked = self._is_flush_due = False
 
@@ -123,22 +171,27 @@ class Connection(asyncio.BufferedProtocol):
         self._host.forget(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer of all connections: each read is processed before the next."""
+        """Return the buffer of all connections: each read is copied before the next."""
         del sizehint
         return self._host.scratch
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Process a read."""
-        began_ns = thread_cpu_ns()
+        """Pause until the read is processed: libuv reads up to 32 times in an iteration."""
+        self._read = bytes(self._host.scratch[:nbytes])
+        self._transport.pause_reading()
+        self._host.process_later(self)
+
+    def process_read(self) -> None:
+        """Process the last read, and read again."""
         try:
-            answer = self.subscriptions.feed(bytes(self._host.scratch[:nbytes]))
+            answer = self.subscriptions.feed(self._read)
         except ProtocolViolation as error:
             self._fail(str(error))
             return
         if answer and not self._is_blocked:
             self._transport.write(answer)
-        if not self._cpu.charge(now_ns(), thread_cpu_ns() - began_ns):
-            self._fail(f"CPU limit exceeded: {PER_S_NS // NS_PER_MS} ms/s")
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def pause_writing(self) -> None:
         """Queue messages: the write buffer is full."""
@@ -156,6 +209,9 @@ class Connection(asyncio.BufferedProtocol):
             if len(self._queue) >= self._host.messages_max:
                 return
         self._queue.append(message)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
         if not (self._is_blocked or self._is_flush_due):
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -163,13 +219,17 @@ class Connection(asyncio.BufferedProtocol):
     def _flush(self) -> None:
         """Send queued messages, joined: a write of each would cost a system call of each."""
         self._is_flush_due = False
-        while self._queue and not self._is_blocked:
+        left = FLUSH_BYTES
+        while self._queue and left > 0 and not self._is_blocked:
             joined: list[bytes] = []
             size = 0
             while self._queue and size < WRITE_BUFFER_BYTES:
                 joined.append(self._queue.popleft())
                 size += len(joined[-1])
             self._transport.write(b"".join(joined))
+            left -= size
+        if self._queue:
+            self._flush_soon()
 
     def close(self) -> None:
         """Close after the write buffer is sent, if no message is queued."""

@@ -12,6 +12,8 @@ from iskander.transport.zmtp.frames import ProtocolViolation
 
 SUBSCRIPTIONS_MAX: Final = 256
 FRAME_BYTES_MAX: Final = 1024
+MATCHES_MAX: Final = 1024
+"""Cached results of `select`; more topics replace all of them."""
 PEERS: Final = (b"SUB", b"XSUB")
 _ADD: Final = (b"SUBSCRIBE", b"\x01")
 _REMOVE: Final = (b"CANCEL", b"\x00")
@@ -29,13 +31,16 @@ class Subscriptions:
         self._is_greeted = False
         self._rest = b""
         self._begins: set[bytes] = set()
-        self._selected: tuple[bytes, ...] | None = ()  # None: `_begins` has changed.
+        self._matches: dict[bytes, bool] = {}  # By topic, since the last change of `_begins`.
 
     def select(self, topic: bytes) -> bool:
         """Return whether the subscriber receives a topic."""
-        if self._selected is None:
-            self._selected = tuple(self._begins)
-        return topic.startswith(self._selected)
+        is_selected = self._matches.get(topic)
+        if is_selected is None:
+            if len(self._matches) >= MATCHES_MAX:
+                self._matches.clear()
+            is_selected = self._matches[topic] = topic.startswith(tuple(self._begins))
+        return is_selected
 
     def feed(self, data: bytes) -> bytes:
         """Process received bytes; return the bytes to answer.
@@ -71,12 +76,12 @@ class Subscriptions:
             self._on_ready(name, data)
         elif name in _ADD:
             self._begins.add(data)
-            self._selected = None
+            self._matches.clear()
             if len(self._begins) > SUBSCRIPTIONS_MAX:
                 raise ProtocolViolation(f"more than {SUBSCRIPTIONS_MAX} subscriptions")
         elif name in _REMOVE:
             self._begins.discard(data)
-            self._selected = None
+            self._matches.clear()
         elif name == frames.PING:
             context = data[2 : 2 + frames.PING_CONTEXT_BYTES_MAX]
             return frames.command(frames.PONG, context)

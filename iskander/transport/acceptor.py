@@ -15,14 +15,11 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from iskander.clock import now_ns
 from iskander.logs import network as log
 from iskander.transport.sources import Source, SourceTable, source_of
-
-if TYPE_CHECKING:
-    from iskander.transport.connection_listener import ConnectionListener
 
 BACKLOG: Final = 1024
 ACCEPTS_PER_ITERATION: Final = 16
@@ -52,13 +49,29 @@ class AcceptedSocket(Generic[Peer]):
     is_expired: bool = False  # The graceful close has started.
 
 
+class Admission(Protocol):
+    """Owner of the accepted connections."""
+
+    def admit(self, source: Source) -> AcceptedSocket[Any] | None:
+        """Return the state of a new connection; None if the caller must close it."""
+
+    def make(self, accepted: AcceptedSocket[Any]) -> asyncio.BaseProtocol:
+        """Create the protocol object of an accepted connection."""
+
+    def drop(self, accepted: AcceptedSocket[Any]) -> None:
+        """Forget a connection whose setup failed."""
+
+    def on_accept_error(self, listening: socket.socket, error: OSError) -> None:
+        """Report a failed `accept`; the acceptor pauses."""
+
+
 class Acceptor:
     """Listens on a bound socket, which it owns, from its creation to `close`."""
 
     def __init__(
         self,
         listening: socket.socket,
-        listener: ConnectionListener[Any],
+        listener: Admission,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()

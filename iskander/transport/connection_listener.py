@@ -30,7 +30,7 @@ CHECK_STEPS = 50
 RESERVE_SHARE: Final = 8
 """The last 1/8 of the connections is for sources below `limits.source_percent`."""
 CLOSING_MAX: Final = 64
-"""Closing connections allowed above the limit."""
+"""Evicted connections that are still open, above the limit."""
 UNSENT_BYTES_MIN: Final = 65_536
 """Connections with fewer unsent bytes are not aborted to free memory."""
 POLL_S = 0.01
@@ -178,9 +178,9 @@ class ConnectionListener(Generic[Connection]):
 
     def admit(self, source: Source) -> AcceptedSocket[Connection] | None:
         """Count a new connection and return its state; None if the caller must close it."""
-        # Above the limits by `CLOSING_MAX`: evicted connections close with a delay.
+        # Evicted connections close with a delay.
         is_below_max = (
-            self._open < self.connections_max + self._slack + CLOSING_MAX
+            self._open - len(self._sources) < CLOSING_MAX
             and self._limits.open_count < self._limits.descriptors.connections_max + CLOSING_MAX
         )
         is_surplus = is_below_max and not self._has_capacity(source)

@@ -253,6 +253,19 @@ def test_messages_wait_while_the_session_is_full() -> None:
     asyncio.run(scenario())
 
 
+def test_new_limit_of_bytes_applies_to_the_next_message() -> None:
+    async def scenario() -> None:
+        peer = Peer(asyncio.get_running_loop(), message_bytes=200)
+        await peer.feed(HELLO + b"\1\x64" + bytes(100), 1 << 20)
+        peer.message_bytes = 50
+        await peer.feed(b"\0\x64" + bytes(100), 1 << 20)
+        assert [list(map(len, parts)) for parts in peer.messages] == [[100, 100]]
+        await peer.feed(b"\0\x64" + bytes(100), 1 << 20)
+        assert peer.reasons == ["frame of 100 bytes, limit 50 (`limits.message_bytes`)"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("size", [1, 300_000])
 def test_backlog_of_a_full_session_is_limited(size: int) -> None:
     """At the limit, the connection stops reading; no message is lost."""

@@ -239,7 +239,7 @@ class Connection(asyncio.BufferedProtocol):
         self._has_preface = preface == frames.PREFACE
         if self._has_preface:
             settings = {
-                frames.MAX_CONCURRENT_STREAMS: self.host.calls_max,
+                frames.MAX_CONCURRENT_STREAMS: self.streams.calls_max,
                 frames.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
                 frames.MAX_FRAME_SIZE: FRAME_BYTES_MAX,
                 frames.MAX_HEADER_LIST_SIZE: HEADER_LIST_BYTES_MAX,

@@ -28,7 +28,7 @@ class Listener(ConnectionListener[Connection]):
         serve: Handles a call in a task; returns or raises `RpcError`.
         serve_inline: Handles a call without a task; returns False if it needs one.
         message_bytes: Returns the limit on request messages of a path.
-        calls_max: Limit on open calls per connection.
+        calls_max: Limit on open calls of a new connection.
         add_details: Converts an error to the error format of the call's path.
 
     Attributes:

@@ -53,6 +53,7 @@ class Streams:
         self.host = host
         self.output = output
         self.budget = host.budget
+        self.calls_max = host.calls_max  # As announced: a later change is for other connections.
         self.origin = UNKNOWN_ORIGIN
         self._connection_number = next(_connection_numbers)
         self._tenant = ""
@@ -203,7 +204,7 @@ class Streams:
         self.last_id = stream_id
         try:
             request = fields.request()
-            if self.is_rejecting or len(self.calls) >= self.host.calls_max:
+            if self.is_rejecting or len(self.calls) >= self.calls_max:
                 raise StreamError(ErrorCode.REFUSED_STREAM, "too many open calls")
         except StreamError as error:
             if not is_last:

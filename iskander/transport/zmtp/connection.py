@@ -84,6 +84,7 @@ class Connection(asyncio.BufferedProtocol):
         self._partial = PartialFrame(self, host.budget, self._resume_reading)
         self._parts: list[Part] = []
         self._parts_bytes = self._small_bytes = 0
+        self._message_bytes_max = 0  # Of the message in progress.
         self._backlog = Backlog()
         self._charged_bytes = self._granted_ns = 0
         self._cpu = CpuAllowance(self._opened_ns)
@@ -414,8 +415,10 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def _require_limits(self, head: frames.Head) -> None:
+        if not self._parts:
+            self._message_bytes_max = self._host.message_bytes
         is_command = head.flags & frames.COMMAND or self._session is None
-        most = COMMAND_BYTES_MAX if is_command else self._host.message_bytes - self._parts_bytes
+        most = COMMAND_BYTES_MAX if is_command else self._message_bytes_max - self._parts_bytes
         if head.length > most:
             setting = "" if is_command else " (`limits.message_bytes`)"
             raise ProtocolViolation(f"frame of {head.length} bytes, limit {most}{setting}")

@@ -13,7 +13,6 @@ import time
 import zlib
 from random import Random
 from typing import Any, NamedTuple, cast
-from unittest import mock
 
 import zmq
 
@@ -21,7 +20,6 @@ from fuzz import mutation
 from fuzz.serving import LOOP
 from fuzz.targets.zmtp_connection import framed, head_of, split
 from iskander.config.schema import Config
-from iskander.event_stream import broadcaster as module
 from iskander.event_stream.broadcaster import READ_BYTES, Broadcaster, Connection
 from iskander.event_stream.subscriptions import FRAME_BYTES_MAX, SUBSCRIPTIONS_MAX
 from iskander.transport.zmtp import frames
@@ -233,8 +231,24 @@ class Transport:
     def abort(self) -> None:
         self.is_aborted = True
 
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def pause_reading(self) -> None:
+        """The caller sends one read at a time."""
+
+    def resume_reading(self) -> None:
+        """The caller sends one read at a time."""
+
     def set_write_buffer_limits(self, high: int) -> None:
         """There is no buffer."""
+
+
+class Host(Broadcaster):
+    """A broadcaster that processes each read at once."""
+
+    def process_later(self, connection: Connection) -> None:
+        connection.process_read()
 
 
 class Recorded(Connection):
@@ -253,17 +267,16 @@ def feed(raw: bytes, step: int, probes: list[bytes]) -> Outcome:
 
 
 async def _feed(raw: bytes, step: int, probes: list[bytes]) -> Outcome:
-    host, transport = Broadcaster(Config()), Transport()
+    host, transport = Host(Config()), Transport()
     connection = Recorded(host)
     connection.connection_made(cast(asyncio.BaseTransport, transport))
-    with mock.patch.object(module, "thread_cpu_ns", lambda: 0):
-        for at in range(0, len(raw), step):
-            piece = raw[at : at + step]
-            connection.get_buffer(-1)[: len(piece)] = piece
-            connection.buffer_updated(len(piece))
-            check_bounds(connection)
-            if transport.is_aborted:
-                break
+    for at in range(0, len(raw), step):
+        piece = raw[at : at + step]
+        connection.get_buffer(-1)[: len(piece)] = piece
+        connection.buffer_updated(len(piece))
+        check_bounds(connection)
+        if transport.is_aborted:
+            break
     answer = b"".join(transport.written)
     transport.written.clear()
     if transport.is_aborted:

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import uvloop
 
+from iskander.clock import NS_PER_MS, now_ns
 from iskander.config.events import EventsConfig
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
 from iskander.event_stream import broadcaster as module
-from iskander.event_stream.broadcaster import Broadcaster
+from iskander.event_stream.broadcaster import (
+    FLUSH_BYTES,
+    READ_SHARE,
+    WRITE_BUFFER_BYTES,
+    Broadcaster,
+)
+from iskander.event_stream.endpoint import Endpoint
 from iskander.event_stream.forwarder import ForwardedPublications, Forwarder
 from iskander.transport.zmtp import frames
 
 WITHIN_S = 60.0
 TOPIC, BODY = b"worker", b"x" * 1000
+READ_NS = 5 * NS_PER_MS
 HANDSHAKE = frames.GREETING + frames.ready(Socket_Type=b"SUB")
 GREETED = frames.GREETING + frames.ready(Socket_Type=b"PUB")
 
@@ -199,18 +210,104 @@ def test_messages_of_a_process_are_forwarded_to_the_last(tmp_path: Path) -> None
     asyncio.run(run())
 
 
-@pytest.mark.slow
-def test_subscriptions_and_cancellations_without_end_are_limited(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_subscriber_is_read_once_in_a_loop_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """libuv reads up to 32 times, or until the protocol pauses it."""
+    iteration, read_in = 0, list[int]()
+    process = module.Connection.buffer_updated
+
+    def buffer_updated(connection: module.Connection, nbytes: int) -> None:
+        read_in.append(iteration)
+        process(connection, nbytes)
+
+    monkeypatch.setattr(module.Connection, "buffer_updated", buffer_updated)
+    monkeypatch.setattr(module, "READ_SHARE", 0)
+
+    async def run() -> None:
+        nonlocal iteration
+        changes = (message(b"\x01a") + message(b"\x00a")) * (1 << 14)
+        async with playing(tmp_path) as stage:
+            await stage.connect(HANDSHAKE + changes + message(b"\x01" + TOPIC))
+            while not any(each.subscriptions.select(TOPIC) for each in stage.connections):
+                await asyncio.sleep(0)
+                iteration += 1
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    assert len(read_in) >= 32 and len(set(read_in)) == len(read_in)
+
+
+def test_reads_of_all_subscribers_share_a_part_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a subscriber that connects again too."""
+    clock = itertools.count(step=READ_NS)
+    monkeypatch.setattr(module, "thread_cpu_ns", lambda: next(clock))
+    began_ns, times_ns = now_ns(), list[int]()
+    process = module.Connection.process_read
+
+    def process_read(connection: module.Connection) -> None:
+        times_ns.append(now_ns())
+        process(connection)
+
+    monkeypatch.setattr(module.Connection, "process_read", process_read)
+
     async def run() -> None:
         async with playing(tmp_path) as stage:
-            _, writer = await stage.connect()
-            changes = (message(b"\x01a") + message(b"\x00a")) * 1000
-            with contextlib.suppress(ConnectionError):
-                while True:
-                    writer.write(changes)
-                    await writer.drain()
+            for _ in range(3):
+                _, writer = await stage.subscribe()
+                await stage.subscribe()
+                writer.close()
 
     asyncio.run(run())
-    assert "CPU limit exceeded: 100 ms/s" in caplog.text
+    pauses_ns = (len(times_ns) - 1) * READ_SHARE * READ_NS
+    assert len(times_ns) >= 6 and times_ns[-1] - began_ns >= pauses_ns
+
+
+def test_bytes_written_in_a_loop_iteration_are_limited(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with playing(tmp_path) as stage:
+            await stage.subscribe()
+            (connection,) = stage.connections
+            with mock.patch.object(connection, "_transport") as transport:
+                for _ in range(40):
+                    stage.broadcaster.publish(TOPIC, bytes(WRITE_BUFFER_BYTES))
+                sizes = []
+                while connection._queue:
+                    transport.write.reset_mock()
+                    await asyncio.sleep(0)
+                    sizes.append(sum(len(each.args[0]) for each in transport.write.call_args_list))
+            assert len(sizes) > 1 and max(sizes) <= FLUSH_BYTES + 2 * WRITE_BUFFER_BYTES
+
+    asyncio.run(run())
+
+
+class FailingSocket(socket.socket):
+    """Listening socket whose first `accept` fails."""
+
+    has_failed = False
+
+    def accept(self) -> Any:
+        if self.has_failed:
+            return super().accept()
+        self.has_failed = True
+        raise OSError(errno.ENFILE, "no free files")
+
+
+def test_subscribers_are_accepted_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bind = Endpoint.bind
+
+    async def bind_failing(endpoint: Endpoint) -> list[socket.socket]:
+        return [FailingSocket(fileno=each.detach()) for each in await bind(endpoint)]
+
+    monkeypatch.setattr(Endpoint, "bind", bind_failing)
+
+    async def run() -> None:
+        async with playing(tmp_path) as stage:
+            await stage.subscribe()
+
+    asyncio.run(run())
+    assert "accept failed: no free files" in caplog.text

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iskander.event_stream.subscriptions import FRAME_BYTES_MAX, SUBSCRIPTIONS_MAX, Subscriptions
+from iskander.event_stream.subscriptions import (
+    FRAME_BYTES_MAX,
+    MATCHES_MAX,
+    SUBSCRIPTIONS_MAX,
+    Subscriptions,
+)
 from iskander.transport.zmtp import frames
 from iskander.transport.zmtp.frames import ProtocolViolation
 
@@ -44,6 +49,15 @@ def test_topics_are_selected_by_their_begin(kind: bytes) -> None:
     assert not subscriptions.select(b"completion/ids/1") and not subscriptions.select(b"worker")
     subscriptions.feed(message(b"\x01"))
     assert subscriptions.select(b"heartbeat")
+
+
+def test_any_number_of_topics_is_selected_with_a_bounded_cache() -> None:
+    subscriptions = ready()
+    subscriptions.feed(message(b"\x01even"))
+    for number in range(2 * MATCHES_MAX + 1):
+        assert subscriptions.select(b"even/%d" % number)
+        assert not subscriptions.select(b"odd/%d" % number)
+        assert len(subscriptions._matches) <= MATCHES_MAX
 
 
 @given(st.lists(st.integers(1, 40), max_size=30))

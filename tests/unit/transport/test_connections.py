@@ -239,6 +239,17 @@ def test_new_limit_of_connections_applies_to_the_next_one() -> None:
     run_scenario(scenario, connections_max=4, percent=100)
 
 
+def test_new_connection_replaces_an_idle_one_far_above_a_lower_limit() -> None:
+    async def scenario(listener: Listener) -> None:
+        held = [admit(listener, f"s{number}") for number in range(200)]
+        listener.connections_max = 10
+        assert admit(listener, "new") is not None
+        assert sum(each.is_evicted for each in held if each) == 1
+        assert listener._limits.ended == {"gave_way": 1}
+
+    run_scenario(scenario, connections_max=200)
+
+
 def test_new_share_of_a_source_applies_to_its_next_connection() -> None:
     async def scenario(listener: Listener) -> None:
         held = [admit(listener, "most", busy=True) for _ in range(7)]

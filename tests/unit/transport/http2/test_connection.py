@@ -1100,6 +1100,15 @@ async def test_calls_above_the_limit_are_rejected() -> None:
     assert sorted(peer.calls) == [3, 7]
 
 
+@in_loop
+async def test_connection_keeps_the_limit_of_calls_that_it_has_announced() -> None:
+    peer = Peer(calls_max=2)
+    peer.host.calls_max = 1
+    for stream_id in (1, 3, 5):
+        peer.open(stream_id)
+    assert sorted(peer.calls) == [1, 3] and peer.answer(5).reset == client.REFUSED_STREAM
+
+
 @pytest.mark.parametrize("sizes", [(4096,), (65_536,), (0,), (100, 0), (0, 4096)])
 @in_loop
 async def test_smaller_header_table_is_announced_in_the_next_block(
