@@ -133,7 +133,7 @@ class Client:
 
         self._targets = Targets(address, connect, preferred=preferred, is_resolved=is_resolved)
         self._retry = retry
-        self._budget = RetryBudget()
+        self._budget = RetryBudget(retry.budget)
         self._timeout_s = timeout_s
         self._is_matched = is_matched
         self._lock = threading.Lock()

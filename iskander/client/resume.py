@@ -266,7 +266,7 @@ def resumable(
         connect: Opens an exchange that sends a feed, and yields an outcome for each batch. An
             outcome that is an error belongs to its batch.
         window: The batches.
-        attempts: Decides after a failure; counts from zero after each result.
+        attempts: Decides after a failure; each outcome is a success.
 
     Raises:
         ModelMoved: The result schema of a later exchange differs from that of the earlier results.
@@ -280,7 +280,6 @@ def resumable(
             try:
                 while (outcome := _next_outcome(outcomes, window, schema, attempts)) is not None:
                     if outcome is _END:
-                        attempts.succeed()
                         if window.is_complete:
                             return
                         break
@@ -288,7 +287,7 @@ def resumable(
                         schema = _require_same(schema, outcome.schema)
                         is_checked = True
                     window.acknowledge()
-                    attempts.reset()
+                    attempts.succeed()
                     yield outcome
             finally:
                 outcomes.close()  # type: ignore[attr-defined]

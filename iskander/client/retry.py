@@ -29,8 +29,10 @@ from iskander.errors import (
     Unauthenticated,
 )
 
-TOKENS_MAX = 500.0
+BUDGET = 500
 """A killed gateway fails every open call at once: half of these tokens cover 250 calls."""
+BUDGET_MAX = 10**9
+"""Far below the limits of floats, which count the tokens."""
 SUCCESS_TOKENS = 0.1
 STATED_WAIT_MAX_S = 60.0
 """Longest wait that an error may state: the maximum of an overloaded gateway. Only that of a
@@ -128,7 +130,7 @@ class RetryBudget:
     are not retried.
     """
 
-    def __init__(self, tokens_max: float = TOKENS_MAX) -> None:
+    def __init__(self, tokens_max: float = BUDGET) -> None:
         self._tokens_max = self._tokens = tokens_max
         self._lock = threading.Lock()
 
@@ -159,6 +161,9 @@ class Retry:
         wait_max_s: Maximum wait before a retry.
         jitter_s: Maximum random addition to a wait.
         is_enabled: Retry at all.
+        budget: Tokens that all calls of a client share. A failure takes one, a result returns a
+            tenth, and at half of them or fewer nothing is retried. An outage takes one for each
+            attempt of each stream.
 
     Raises:
         ConfigError: A value is out of range.
@@ -169,11 +174,15 @@ class Retry:
     wait_max_s: float = 2.0
     jitter_s: float = 0.1
     is_enabled: bool = True
+    budget: int = BUDGET
 
     def __post_init__(self) -> None:
         if type(self.attempts) is not int or self.attempts < 1:
             text = f"invalid number of attempts: {self.attempts!r}; expected an integer from 1"
             raise ConfigError(f"{text} (`attempts`)")
+        if type(self.budget) is not int or not 1 <= self.budget <= BUDGET_MAX:
+            text = f"invalid retry budget: {self.budget!r}; expected an integer from 1 to"
+            raise ConfigError(f"{text} {BUDGET_MAX} (`budget`)")
         for name in ("first_wait_s", "wait_max_s", "jitter_s"):
             require_seconds(getattr(self, name), name)
 
@@ -222,18 +231,14 @@ class Attempts:
         if reason is not None:
             plural = "s" if self._failed > 1 else ""
             error.add_note(f"failed after {self._failed} attempt{plural}: {reason}")
-            self.reset()
             raise error
         with self._reporting(error, wait_s):
             self._pause(wait_s)
         self._waited_s += wait_s
 
     def succeed(self) -> None:
-        """Count the call as a success."""
+        """Count a result as a success, and failures from zero again."""
         self._budget.succeed()
-
-    def reset(self) -> None:
-        """Count from zero again, after a result."""
         self._failed = 0
         self._waited_s = 0.0
 

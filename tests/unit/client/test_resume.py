@@ -571,9 +571,17 @@ def test_wait_of_the_window_ends_at_the_deadline() -> None:
         next(feed)
 
 
-def test_attempts_of_the_stream_count_one_success() -> None:
+def test_each_result_of_a_stream_is_a_success_and_its_end_is_none() -> None:
     budget = RetryBudget(4)
     budget.fail()
     attempts = Attempts(AT_ONCE, budget, Deadline(None))
     list(resumable(Script().connect, window_of(map(batch, range(9))), attempts))
-    assert budget._tokens == pytest.approx(3.1)
+    assert budget._tokens == pytest.approx(3.9)
+
+
+def test_long_stream_outlives_more_failures_than_the_budget_has_tokens() -> None:
+    attempts = Attempts(AT_ONCE, RetryBudget(4), Deadline(None))
+    script = Script([(11, BROKEN)] * 20)
+    results = resumable(script.connect, window_of(map(batch, range(230))), attempts)
+    assert numbers(results) == list(range(230))
+    assert len(script.sent) == 21

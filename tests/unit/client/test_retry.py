@@ -241,11 +241,11 @@ def test_deadline_counts_down_over_all_attempts(clock: FakeClock) -> None:
     assert Deadline(None, now_ns=clock.now_ns).remaining_s() is None
 
 
-def test_reset_counts_from_zero_again(clock: FakeClock) -> None:
+def test_success_counts_from_zero_again(clock: FakeClock) -> None:
     attempts = attempts_of(clock)
     for _ in range(5):
         attempts.wait_after(NotReady("x"))
-    attempts.reset()
+    attempts.succeed()
     error = NotReady("x")
     assert fail_until_raised(attempts, error) == 6
     assert clock.waits == [0.1, 0.2, 0.4, 0.8, 1.0] * 2
@@ -332,6 +332,12 @@ def test_values_out_of_range_are_config_errors(field: str, value: Any) -> None:
 def test_number_of_attempts_is_a_positive_integer(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"expected an integer from 1 \(`attempts`\)"):
         Retry(attempts=value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, float("nan"), True, "6", 10**10], ids=repr)
+def test_budget_is_an_integer_in_its_range(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected an integer from 1 to \d+ \(`budget`\)"):
+        Retry(budget=value)
 
 
 @pytest.mark.parametrize("value", [0, 2, 0.5, np.float32(0.5), np.int64(3), 1e9], ids=repr)
