@@ -14,5 +14,6 @@ NS_PER_S: Final = 1_000_000_000
 
 now_ns = time.monotonic_ns
 thread_cpu_ns = time.thread_time_ns
+process_cpu_ns = time.process_time_ns
 wall_ns = time.time_ns
 pause_s = time.sleep

@@ -130,10 +130,10 @@ def _loads(arguments: argparse.Namespace) -> list[Load]:
     _require("string-bytes", arguments.string_bytes, 0, 1 << 20)
     _require("list-length", arguments.list_length, 1, 1 << 20)
     if arguments.rate is None:
-        counts = [int(each) for each in _numbers("concurrency", arguments.concurrency or "1")]
+        counts = _numbers("concurrency", arguments.concurrency or "1")
         for count in counts:
             _require("concurrency", count, 1, CLIENTS_MAX)
-        return [Load(count) for count in counts]
+        return [Load(int(count)) for count in counts]
     rates = _numbers("rate", arguments.rate)
     for rate in rates:
         _require("rate", rate, 0.001, RATE_MAX)

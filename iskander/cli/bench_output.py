@@ -49,9 +49,13 @@ def _marks(figures: Figures) -> Iterator[str]:
     if figures.is_late:
         text = f"the generator itself was late by {figures.lag_p99:.2f} ms (p99)"
         yield f"{figures.title}: {text}, which the latencies contain"
+    if figures.is_saturated:
+        text = f"the generator used {figures.cpu:.0%} of a core, and may be the limit"
+        yield f"{figures.title}: {text}; the server may be faster"
     if figures.busy > BUSY_SHARE:
         text = f"{figures.busy:.0%} of the requests waited for an idle client"
-        yield f"{figures.title}: {text}: the server is too slow for the rate, or --clients too few"
+        slow = "the generator or the server" if figures.is_saturated else "the server"
+        yield f"{figures.title}: {text}: {slow} is too slow for the rate, or --clients too few"
     if not figures.is_stable:
         yield f"{figures.title}: unstable: the rates of its thirds differ by more than 10 %"
 

@@ -27,7 +27,7 @@ from iskander.drift.reference import (
     write_reference,
 )
 from iskander.errors import ConfigError
-from iskander.scoring.planning import describe
+from iskander.scoring.planning import cut, describe
 from iskander.scoring.server import model_name, prepared_server
 from iskander.scoring.sources import Source, open_source
 
@@ -113,7 +113,8 @@ def _send(client: Client, name: str, inputs: Sequence[str], columns: Mapping[str
     source = open_source(inputs, types=types)
     try:
         matching = Matching(description, source.schema, columns=columns)
-        batches = (matching.apply(batch) for batch in _batches(source))
+        matched = map(matching.apply, _batches(source))
+        batches = (part for batch in matched for part in cut(batch, description))
         return sum(each.num_rows for each in client.stream(name, batches))
     finally:
         source.close()

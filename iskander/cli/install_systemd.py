@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shlex
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -62,7 +63,7 @@ def _install(arguments: argparse.Namespace) -> int:
             names = ", ".join(map(str, changed))
             raise ConfigError(f"not overwritten, because it was changed: {names}; see --force")
         states = {name: _write(folder / name, text) for name, text in files.items()}
-    found = [*notes(to), *_orphans(folder, to)]
+    found = [*notes(to), *_orphans(folder, to, files)]
     then = list(_next_commands(folder, to))
     if arguments.json:
         written = [
@@ -157,25 +158,34 @@ def _write(path: Path, text: str) -> str:
     return "written"
 
 
-def _orphans(folder: Path, to: Installation) -> Iterator[str]:
-    """Yield a note for each worker of an earlier configuration."""
-    from iskander.cli.systemd_units import DROP_IN, UNIT_FOLDER, worker_name
+def _orphans(folder: Path, to: Installation, files: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note for each file that an earlier configuration needed."""
+    from iskander.cli.systemd_units import UNIT_FOLDER, worker_name
 
-    current = {worker_name(slot.index) for slot in to.slots}
-    pattern = f"{worker_name('*')}.service.d/{DROP_IN}"
-    for path in sorted((folder / UNIT_FOLDER).glob(pattern)):
-        name = path.parent.name.removesuffix(".service.d")
-        if name not in current:
-            yield f"{name} is no longer in the plan: systemctl disable --now {name}; rm {path}"
+    current = {f"{each}.service.d" for each in to.services}
+    for pattern in ("iskander-*.service", "iskander-*.service.d/*.conf"):
+        for path in sorted((folder / UNIT_FOLDER).glob(pattern)):
+            if str(path.relative_to(folder)) in files or not _read(path).startswith(HEAD):
+                continue
+            commands = [shlex.join(["rm", str(path)])]
+            drop_ins = path.parent.name
+            if drop_ins.startswith(worker_name("")) and drop_ins not in current:
+                name = drop_ins.removesuffix(".service.d")
+                commands.insert(0, f"systemctl disable --now {name}")
+            yield f"{path.name} of {drop_ins} is no longer needed: {'; '.join(commands)}"
 
 
 def _next_commands(folder: Path, to: Installation) -> Iterator[str]:
     """Yield the commands that start the services."""
-    from iskander.cli.systemd_units import SYSUSERS, TMPFILES, USER
+    from iskander.cli.systemd_units import SYSUSERS, TMPFILES, USER, writable_folders
 
     if to.user == USER:
-        yield f"systemd-sysusers {folder / SYSUSERS}"
-        yield f"systemd-tmpfiles --create {folder / TMPFILES}"
-    yield f"runuser -u {to.user} -- {to.commands / 'iskander'} check {to.file}"
+        yield shlex.join(["systemd-sysusers", str(folder / SYSUSERS)])
+        yield shlex.join(["systemd-tmpfiles", "--create", str(folder / TMPFILES)])
+    for path in writable_folders(to):
+        if not path.exists():
+            yield shlex.join(["install", "-d", "-o", to.user, "-m", "0750", str(path)])
+    check = [str(to.commands / "iskander"), "check", str(to.file)]
+    yield shlex.join(["runuser", "-u", to.user, "--", *check])
     yield "systemctl daemon-reload"
     yield f"systemctl enable --now {' '.join(to.services)}"

@@ -14,7 +14,7 @@ from iskander.logs.catalog import EVENTS, GROUPS, events_of, level_name
 from iskander.logs.recognition import recognize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from iskander.cli.command import Commands
     from iskander.logs.event import Event
@@ -36,7 +36,7 @@ def add_commands(commands: Commands) -> None:
 
 def _explain(arguments: argparse.Namespace) -> int:
     text: str = arguments.event
-    events = _events_of_lines(sys.stdin if text == "-" else [text])
+    events = _events_of_lines(_stdin_lines() if text == "-" else [text])
     if text in EVENTS:
         events = [EVENTS[text]]
     if not events:
@@ -49,6 +49,11 @@ def _explain(arguments: argparse.Namespace) -> int:
     for index, event in enumerate(events):
         print_lines(*[""] * bool(index), *_describe(event))
     return ExitCode.DONE
+
+
+def _stdin_lines() -> Iterator[str]:
+    """Yield the lines of standard input; a log may have bytes that are no UTF-8."""
+    return (line.decode(errors="replace").rstrip("\r\n") for line in sys.stdin.buffer)
 
 
 def _events_of_lines(lines: Iterable[str]) -> list[Event[Any]]:

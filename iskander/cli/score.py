@@ -26,7 +26,7 @@ from iskander.errors import ConfigError, FilterError, IskanderError, ModelMoved
 from iskander.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from iskander.client import Client
+    from iskander.client import Client, Retry
     from iskander.scoring.dry_run import DryRun
     from iskander.scoring.job import Job
     from iskander.scoring.journal import Journal
@@ -95,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--state", metavar="FOLDER", help="default: _iskander/NAME beside the output")
     add("--resume", action="store_true", help="require an earlier run, and continue it")
     add("--restart", action="store_true", help="delete the state of an earlier run")
+    add("--unattended", action="store_true", help="for timers: run only if there is new input")
     add("--dry-run", action="store_true", help="show the plan; score one batch")
     add("--progress", default="auto", metavar="KIND", help="auto, bar, plain, json or none")
     add("--report", metavar="FILE", help="report as JSON; - is stderr")
@@ -135,10 +136,18 @@ def _run(arguments: argparse.Namespace, token: str | None) -> int:
 
         parse_filter(job.filter)
     open_progress(arguments.progress).close()
-    with _connected(arguments, token) as server:
-        if server.streams is not None and arguments.concurrency is None:
-            job = dataclasses.replace(job, concurrency=min(server.streams, CONCURRENCY_MAX))
-        return _score(arguments, job, server)
+    code: int | None = None
+    try:
+        with _connected(arguments, token, job.concurrency) as server:
+            if server.streams is not None and arguments.concurrency is None:
+                job = dataclasses.replace(job, concurrency=min(server.streams, CONCURRENCY_MAX))
+            code = _score(arguments, job, server)
+    except KeyboardInterrupt:
+        if code is None:
+            raise
+        _say("interrupted while the server stopped, after the end of the job")
+    assert code is not None
+    return code
 
 
 def _model(arguments: argparse.Namespace) -> tuple[str, str | None]:
@@ -189,6 +198,7 @@ def _job(arguments: argparse.Namespace, model: str, version: str | None) -> Job:
         overwrite=arguments.overwrite,
         resume=arguments.resume,
         restart=arguments.restart,
+        unattended=arguments.unattended,
         state=arguments.state,
     )
 
@@ -234,13 +244,13 @@ class _Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def _connected(arguments: argparse.Namespace, token: str | None) -> Iterator[_Server]:
+def _connected(arguments: argparse.Namespace, token: str | None, streams: int) -> Iterator[_Server]:
     """Connect to the given servers, to those of a Ray cluster, or to a private one."""
-    from iskander.client import Client, Retry, Tls
+    from iskander.client import Client, Tls
     from iskander.scoring.server import private_server
 
     tls = Tls(arguments.tls_roots, arguments.tls_certificate, arguments.tls_key)
-    options: dict[str, Any] = {"token": token, "retry": Retry(attempts=ATTEMPTS)}
+    options: dict[str, Any] = {"token": token, "retry": _retry(streams)}
     if arguments.tls or any(tls):
         options["tls"] = tls
     model = None if arguments.config else arguments.model
@@ -256,6 +266,15 @@ def _connected(arguments: argparse.Namespace, token: str | None) -> Iterator[_Se
             Client(private.address, **options) as client,
         ):
             yield _Server(client, private.lost)
+
+
+def _retry(streams: int) -> Retry:
+    """Retries of the client of a job, with a budget for all attempts of all streams."""
+    from iskander.client import Retry
+    from iskander.client.retry import BUDGET
+
+    # Half of a budget may be used.
+    return Retry(attempts=ATTEMPTS, budget=max(2 * ATTEMPTS * streams, BUDGET))
 
 
 @contextlib.contextmanager
@@ -295,9 +314,10 @@ def _ray_servers(
 def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
     from iskander.scoring.journal import Journal
     from iskander.scoring.planning import csv_types, describe, plan_job
+    from iskander.scoring.runner import Stop
     from iskander.scoring.sources import open_source
 
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as signals, contextlib.ExitStack() as stack:
         journal: Journal | None = None
         # A dry run creates nothing.
         is_kept = not job.is_stream and (not arguments.dry_run or Path(job.state_folder).exists())
@@ -314,6 +334,8 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
         )
         stack.callback(source.close)
         planned = plan_job(job, source, description)
+        if job.unattended and journal is not None and journal.is_of_another(planned.plan):
+            job = dataclasses.replace(job, unattended=False, restart=True)
         if arguments.dry_run:
             from iskander.scoring.dry_run import dry_run
 
@@ -322,7 +344,10 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
                 dry_run(job, planned, source=source, client=server.client, journal=journal),
             )
             return ExitCode.DONE
-        return _run_job(arguments, job, planned, source, server, journal)
+        # A signal after the end of the job does not change its exit code.
+        stop = Stop()
+        signals.enter_context(_stopped_by_signals(stop))
+        return _run_job(arguments, job, planned, source, server, journal, stop=stop)
 
 
 def _run_job(
@@ -332,15 +357,16 @@ def _run_job(
     source: Source,
     server: _Server,
     journal: Journal | None,
+    *,
+    stop: Stop,
 ) -> int:
     from iskander.scoring.errors import JobConflict
     from iskander.scoring.progress import open_progress
-    from iskander.scoring.runner import STALL_S, Interrupted, Parts, Runner, Stop
+    from iskander.scoring.runner import STALL_S, Interrupted, Parts, Runner
     from iskander.scoring.sinks import open_sink
     from iskander.scoring.sinks.errors import OutputExists
     from iskander.scoring.unit_run import UnitRun
 
-    stop = Stop()
     runner = Runner(
         Parts(
             job=job,
@@ -356,21 +382,20 @@ def _run_job(
         ),
         stall_s=server.stall_s or STALL_S,
     )
-    with _stopped_by_signals(stop):
-        try:
-            report = runner.run()
-        except Interrupted:
-            _write_report(arguments, runner.report("interrupted"))
-            _say("interrupted")
+    try:
+        report = runner.run()
+    except Interrupted:
+        _write_report(arguments, runner.report("interrupted"))
+        _say("interrupted")
+        _print_resume(journal)
+        return ExitCode.INTERRUPTED
+    except IskanderError as error:
+        _write_report(arguments, runner.report("failed"))
+        _say(f"{error.message} [{error.code}]")
+        # With the same options these would fail again.
+        if not isinstance(error, ConfigError | JobConflict | ModelMoved | OutputExists):
             _print_resume(journal)
-            return ExitCode.INTERRUPTED
-        except IskanderError as error:
-            _write_report(arguments, runner.report("failed"))
-            _say(f"{error.message} [{error.code}]")
-            # With the same options these would fail again.
-            if not isinstance(error, ConfigError | JobConflict | ModelMoved | OutputExists):
-                _print_resume(journal)
-            return ExitCode.USAGE if isinstance(error, ConfigError) else ExitCode.FAILED
+        return ExitCode.USAGE if isinstance(error, ConfigError) else ExitCode.FAILED
     _write_report(arguments, report)
     return ExitCode.QUARANTINED if report.quarantined else ExitCode.DONE
 

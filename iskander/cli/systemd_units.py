@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from iskander.config.models import SHARED_BACKENDS
+from iskander.config.observation import is_uri
 from iskander.config.schema import Config
 from iskander.logs.stderr import FORMAT_VARIABLE, TEXT
 from iskander.supervision.gpus.device import Gpu
@@ -160,8 +161,7 @@ def _gateway_lines(to: Installation) -> Iterator[str]:
         if not to.sets_reattach:
             yield "# systemd stops the workers: they wait for a new gateway without a limit."
             yield "Environment=ISKANDER_WORKERS__REATTACH_S=0"
-    writable = {path.parent for path in _sockets(to.config)} - {_runtime(to)}
-    yield from _access_lines(to, writable)
+    yield from _access_lines(to, _gateway_folders(to))
     if not to.slots and any(model.backend not in SHARED_BACKENDS for model in to.config.models):
         yield from _code_lines()
 
@@ -190,13 +190,31 @@ def _worker_lines(slot: SlotPlan, to: Installation) -> Iterator[str]:
 
 def _access_lines(to: Installation, writable: set[Path]) -> Iterator[str]:
     """Access to the folders of the configuration."""
-    if to.config.loading.cache:
-        writable = writable | {Path(to.config.loading.cache)}
-    if to.config.server.runtime_directory:
-        writable = writable | {_runtime(to)}
+    writable = writable | _shared_folders(to)
     if any(_is_below(path, HOMES) for path in (*_paths(to), *writable)):
         yield "ProtectHome=read-only"
     yield from (f"ReadWritePaths={_word(path)}" for path in sorted(writable))
+
+
+def writable_folders(to: Installation) -> list[Path]:
+    """Return the folders of the configuration that the services write to."""
+    return sorted(_gateway_folders(to) | _shared_folders(to))
+
+
+def _shared_folders(to: Installation) -> set[Path]:
+    """Folders that the gateway and the workers write to."""
+    config = to.config
+    return {Path(each) for each in (config.loading.cache, config.server.runtime_directory) if each}
+
+
+def _gateway_folders(to: Installation) -> set[Path]:
+    """Folders that the gateway and its processes write to."""
+    config = to.config
+    log = config.prediction_log
+    files = [Path(each) for each in (config.access.audit_file, log.key_file) if each]
+    folders = (log.path.removeprefix("file://"), log.spool, config.drift.folder)
+    found = {Path(each) for each in folders if each and not is_uri(each)}
+    return (found | {path.parent for path in (*_sockets(config), *files)}) - {_runtime(to)}
 
 
 def _code_lines() -> Iterator[str]:
@@ -224,8 +242,9 @@ def _sockets(config: Config) -> list[Path]:
 def _paths(to: Installation) -> list[Path]:
     """Files and folders that the services read."""
     config = to.config
-    texts = [config.repository.path, config.access.tokens]
-    texts += [config.tls.certificate, config.tls.key, config.tls.client_ca]
+    texts = [config.repository.path, config.access.tokens, config.source_reads.key_file]
+    texts += [config.tls.certificate, config.tls.key, config.tls.client_ca, config.tls.client_crl]
+    texts += [source.path for source in config.sources]
     texts += [text for model in config.models for text in (model.path, model.python)]
     return [to.file, to.commands, *to.libraries, *(Path(text) for text in texts if text)]
 

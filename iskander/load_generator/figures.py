@@ -19,6 +19,8 @@ LATE_SHARE = 0.1
 """A generator is late if the 99th percentile of its delay is this share of that of the latency."""
 LATE_NS = NS_PER_MS
 """A delay below this never counts as late: it is the precision of a sleeping thread."""
+SATURATED_SHARE = 0.9
+"""A generator may be the limit if it used this share of a core, because Python runs on one."""
 UNSTABLE_SHARE = 0.1
 PARTS = 3
 """A run is unstable if the rates of its thirds differ by more than 10 %, as in perf_analyzer."""
@@ -44,6 +46,7 @@ class Figures(NamedTuple):
     """Figures of one point; times in milliseconds.
 
     Attributes:
+        seconds: Time of the measurement.
         offered: Requests a second that were due.
         completed: Requests a second with results, before the end.
         requests: Number of requests.
@@ -52,6 +55,8 @@ class Figures(NamedTuple):
         busy: Share of an open loop's requests that waited for an idle client.
         lag_p99: 99th percentile of the delay of the others between intended and actual send time.
         is_late: That delay is a part of the latencies.
+        cpu: CPU time of the generator as a share of one core.
+        is_saturated: That share permits hardly more requests.
         is_stable: The rates of the thirds of the run agree.
     """
 
@@ -59,6 +64,7 @@ class Figures(NamedTuple):
     rate: float
     clients: int
     rows: int
+    seconds: float
     requests: int
     offered: float
     completed: float
@@ -73,11 +79,19 @@ class Figures(NamedTuple):
     busy: float
     lag_p99: float
     is_late: bool
+    cpu: float
+    is_saturated: bool
     is_stable: bool
 
 
 def figures_of(
-    load: Load, rows: int, answers: Sequence[Answer], duration_s: float, unanswered: int = 0
+    load: Load,
+    rows: int,
+    answers: Sequence[Answer],
+    duration_s: float,
+    *,
+    unanswered: int = 0,
+    cpu: float = 0.0,
 ) -> Figures:
     """Return the figures of the answers whose requests were due during the measurement."""
     good = np.array([(a.due_ns, a.sent_ns, a.end_ns) for a in answers if not a.code], np.int64)
@@ -94,6 +108,7 @@ def figures_of(
         rate=load.rate,
         clients=load.clients,
         rows=rows,
+        seconds=duration_s,
         requests=len(answers) + unanswered,
         offered=(len(answers) + unanswered) / duration_s,
         completed=completed,
@@ -108,6 +123,8 @@ def figures_of(
         busy=busy / max(len(answers), 1),
         lag_p99=lag_p99,
         is_late=is_late,
+        cpu=cpu,
+        is_saturated=cpu > SATURATED_SHARE,
         is_stable=_is_stable(good[:, 2], duration_s),
     )
 

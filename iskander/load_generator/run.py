@@ -1,6 +1,6 @@
 """One point of a run: threads that send requests, and their answers.
 
-A thread has a client, and so a connection, of its own. The number of answers is bounded by
+A thread has a client, and so a connection, of its own. A run ends early if a thread has its part of
 `ANSWERS_MAX`. Requests that were due before the end are sent until `GRACE_S` after it; then those
 without an answer are cancelled and counted.
 
@@ -16,13 +16,13 @@ from itertools import takewhile
 import pyarrow as pa
 
 from iskander.client import Client
-from iskander.clock import NS_PER_S, now_ns
+from iskander.clock import NS_PER_S, now_ns, process_cpu_ns
 from iskander.errors import Cancelled, IskanderError
 from iskander.load_generator.figures import Answer, Figures, figures_of
 from iskander.load_generator.schedule import Load, due_times_ns
 
 ANSWERS_MAX = 10_000_000
-"""A quarter of a gigabyte; a longer run ends there."""
+"""200 bytes each, and nearly as many again for the figures: 4 GB."""
 GRACE_S = 5.0
 TURN_S = 0.05
 SEED = 7
@@ -57,6 +57,7 @@ class Run:
             self._due = due_times_ns(load.rate, load.arrivals, SEED)
         self._begin_ns = self._end_ns = 0
         self._started_ns = 0
+        self._cpu = 0.0
 
     def measure(self, warm_up_s: float, duration_s: float) -> Figures:
         """Send requests, first without measuring them; return the figures.
@@ -73,9 +74,11 @@ class Run:
         for thread in threads:
             thread.start()
         try:
+            self._wait(threads, self._begin_ns)
+            self._wait_measuring(threads)
             self._wait(threads, self._end_ns + int(GRACE_S * NS_PER_S))
         except KeyboardInterrupt:
-            self._end_ns = max(min(self._end_ns, now_ns()), self._begin_ns + 1)
+            self._end_early()
             raise
         finally:
             self._close(threads)
@@ -83,20 +86,18 @@ class Run:
 
     def figures(self) -> Figures:
         """Return the figures of the requests that were due until now, or until the end."""
-        answers = [
-            answer._replace(
-                due_ns=answer.due_ns - self._begin_ns,
-                sent_ns=answer.sent_ns - self._begin_ns,
-                end_ns=answer.end_ns - self._begin_ns,
-            )
-            for each in self._answers
-            for answer in each
-            if self._begin_ns <= answer.due_ns < self._end_ns
-        ]
+        duration_ns = self._end_ns - self._begin_ns
+        answers = [a for each in self._answers for a in each if a.due_ns < duration_ns]
         kept = [each for each in answers if each.code != Cancelled.code]
         unanswered = len(answers) - len(kept) + self._count_unsent()
-        seconds = (self._end_ns - self._begin_ns) / NS_PER_S
-        return figures_of(self._load, self._batches[0].num_rows, kept, seconds, unanswered)
+        return figures_of(
+            self._load,
+            self._batches[0].num_rows,
+            kept,
+            duration_ns / NS_PER_S,
+            unanswered=unanswered,
+            cpu=self._cpu,
+        )
 
     def _count_unsent(self) -> int:
         """Count the requests that were due, and that no client sent."""
@@ -111,6 +112,19 @@ class Run:
             while thread.is_alive() and now_ns() < deadline_ns:
                 thread.join(TURN_S)
 
+    def _wait_measuring(self, threads: Sequence[threading.Thread]) -> None:
+        """Wait for the end of the measurement, and measure the CPU time of this process."""
+        cpu_ns, since_ns = process_cpu_ns(), now_ns()
+        try:
+            self._wait(threads, self._end_ns)
+        finally:
+            self._cpu = (process_cpu_ns() - cpu_ns) / max(now_ns() - since_ns, 1)
+
+    def _end_early(self) -> None:
+        """End the measurement now, if it has not ended."""
+        with self._lock:
+            self._end_ns = max(min(self._end_ns, now_ns()), self._begin_ns + 1)
+
     def _close(self, threads: Sequence[threading.Thread]) -> None:
         """Cancel open requests, and wait for the threads."""
         self._stop.set()
@@ -121,9 +135,9 @@ class Run:
     def _send(self, number: int) -> None:
         """Send requests until the end: in a closed loop at once, in an open loop when due."""
         client, answers = self._clients[number], self._answers[number]
-        limit = ANSWERS_MAX // len(self._clients)
+        begin_ns, limit = self._begin_ns, ANSWERS_MAX // len(self._clients)
         count = number
-        while not self._stop.is_set() and len(answers) < limit:
+        while not self._stop.is_set():
             due_ns = now_ns() if self._due is None else self._take()
             if due_ns >= self._end_ns:
                 return
@@ -136,7 +150,12 @@ class Run:
                 client.score(self._model, batch, version=self._version)
             except IskanderError as error:
                 code = error.code
-            answers.append(Answer(due_ns, sent_ns, now_ns(), code, was_busy=wait_ns <= 0))
+            times_ns = due_ns - begin_ns, sent_ns - begin_ns, now_ns() - begin_ns
+            if due_ns >= begin_ns:
+                answers.append(Answer(*times_ns, code, was_busy=wait_ns <= 0))
+                if len(answers) == limit:
+                    self._end_early()
+                    return
             count += len(self._clients)
 
     def _take(self) -> int:

@@ -5,7 +5,6 @@ Runs in: the operator's tool, one thread.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -152,6 +151,7 @@ def dry_run(
     """Describe a job, and score its first batch; nothing is written.
 
     Raises:
+        JobConflict: The state of an earlier run is damaged.
         IskanderError: The batch fails, unless rejected rows do not end the job.
     """
     plan = planned.plan
@@ -191,8 +191,7 @@ def _earlier(planned: Planned, journal: Journal | None) -> Earlier:
     folder = str(journal.folder)
     if earlier.fingerprint != planned.plan.fingerprint:
         return Earlier(state="other", folder=folder)
-    with (journal.folder / "journal.jsonl").open("rb") as file:
-        count = len({json.loads(line)["index"] for line in file if line.endswith(b"\n")})
+    count = len(journal.finished_of(planned.plan))
     return Earlier(state="same", folder=folder, units_finished=count)
 
 

@@ -61,6 +61,8 @@ class Job:
         overwrite: `error`, `append` or `replace`, if the output exists.
         resume: Require finished units of an earlier run in the state folder.
         restart: Delete the state of an earlier run.
+        unattended: Do nothing if the output has exactly these results, and delete the state of an
+            earlier run of another input or model unless it has begun its commit.
         state: State folder; None is the default of `state_folder`.
     """
 
@@ -83,6 +85,7 @@ class Job:
     overwrite: str = "error"
     resume: bool = False
     restart: bool = False
+    unattended: bool = False
     state: str | None = None
 
     def __post_init__(self) -> None:
@@ -104,7 +107,10 @@ class Job:
             self.overwrite in OVERWRITES,
             f"overwrite is {self.overwrite!r}; expected {', '.join(OVERWRITES)}",
         )
-        _check(not (self.resume and self.restart), "resume and restart exclude each other")
+        _check(
+            self.resume + self.restart + self.unattended <= 1,
+            "resume, restart and unattended exclude each other",
+        )
         _check(
             STREAM not in self.inputs or len(self.inputs) == 1,
             "standard input (`-`) cannot be combined with other inputs",

@@ -66,8 +66,8 @@ class Journal:
 
     Raises:
         JobConflict: Another process uses the folder.
-        StateError: The system rejects to create the folder. Each method raises it too, if the
-            system rejects to read or write.
+        StateError: The system rejects to create or lock the folder. Each method raises it too, if
+            the system rejects to read or write.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -121,8 +121,8 @@ class Journal:
                 fingerprint=plan.fingerprint,
             )
         self._plan = plan
+        self._finished = self.finished_of(plan)
         with _using(self.folder):
-            self._finished = _read(self.folder / JOURNAL, plan)
             self._lines = _open_lines(self.folder / JOURNAL)
         return earlier is not None
 
@@ -137,6 +137,24 @@ class Journal:
                 return decode_plan((self.folder / PLAN).read_bytes())
             except FileNotFoundError:
                 return None
+
+    def is_of_another(self, plan: Plan) -> bool:
+        """Whether the folder has the state of a job with another plan.
+
+        Raises:
+            JobConflict: Its plan is not readable.
+        """
+        earlier = self.plan()
+        return earlier is not None and earlier.fingerprint != plan.fingerprint
+
+    def finished_of(self, plan: Plan) -> dict[int, Finished]:
+        """Read the finished units of the earlier run of a plan, without a change of the folder.
+
+        Raises:
+            JobConflict: A line is damaged, or it is not of this plan.
+        """
+        with _using(self.folder):
+            return _read(self.folder / JOURNAL, plan)
 
     def finished(self) -> dict[int, Finished]:
         """Return the finished units by their index."""
@@ -336,7 +354,9 @@ def _lock(path: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
-            raise _in_use(path) from error
+            if isinstance(error, BlockingIOError):
+                raise _in_use(path) from error
+            raise
         # Another process may have removed the file between the two calls: then it locks nothing.
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             os.ftruncate(descriptor, 0)

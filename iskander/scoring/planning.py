@@ -5,7 +5,7 @@ Runs in: the operator's tool, one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -14,6 +14,7 @@ import pyarrow as pa
 from iskander import clock
 from iskander.client import ModelDescription
 from iskander.client.matching import Matching
+from iskander.client.slicing import slices
 from iskander.errors import ContractError, IskanderError
 from iskander.scoring.filters import Filter, parse_filter
 from iskander.scoring.job import Job
@@ -169,17 +170,33 @@ def csv_types(job: Job, description: ModelDescription) -> dict[str, pa.DataType]
     }
 
 
+def cut(batch: pa.RecordBatch, description: ModelDescription) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a matched batch in batches within the limits of the server.
+
+    Raises:
+        LimitExceeded: One row alone exceeds a limit.
+    """
+    limits = description.limits
+    return slices(
+        [batch],
+        rows_max=limits["rows"],
+        bytes_max=limits["bytes"],
+        string_bytes_max=limits["string_bytes"],
+        rows_min=0,
+    )
+
+
 def score_first(
     job: Job, planned: Planned, source: Source, client: ScoringClient
 ) -> tuple[int, float] | None:
-    """Score the first batch of a job; return its rows and seconds, or None without rows."""
+    """Score the first batch that a job sends; return its rows and seconds, or None without rows."""
     plan = planned.plan
     batches = source.read(plan.units[0], planned.read.names, planned.filter, job.batch_rows)
     batch = next(batches, None)
     if batch is None:
         return None
-    sent = planned.matching.apply(batch.select(planned.sent))
-    sent = sent.slice(0, planned.description.limits["rows"])
+    matched = planned.matching.apply(batch.select(planned.sent))
+    sent = next(cut(matched, planned.description))
     started_ns = clock.now_ns()
     for _ in client.stream(plan.model, [sent], version=plan.version):
         pass

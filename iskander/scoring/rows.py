@@ -27,7 +27,7 @@ from iskander.scoring.sinks.storage import Storage, storage_of, writing
 from iskander.scoring.sinks.writing import Layout, UnitWriter
 
 ERRORS_MAX: Final = 10_000
-"""Rejected rows of a job."""
+"""Rejected rows of a job, of a task of Spark, or of a batch of Ray Data."""
 ROW_CODES: Final = frozenset({"contract", "malformed", "limit"})
 """Codes of errors that the values of a row can cause."""
 CODE_COLUMN: Final = "error_code"
@@ -271,20 +271,18 @@ class Quarantine:
         """Begin a unit."""
         return QuarantineWriter(self._storage, self._path, self._name(unit), self._layout)
 
-    def has(self, unit: Unit, rows: int) -> bool:
-        """Whether the file of a finished unit is there with its rows; without rows it has none.
+    def rows(self, unit: Unit) -> int:
+        """Count the rows in the file of a finished unit; 0 without one.
 
         Raises:
             OutputError: The filesystem cannot be read.
         """
-        if not rows:
-            return True
         path = f"{self._path}/{self._name(unit)}.parquet"
         with writing(path):
             if self._storage.kind(path) != "file":
-                return False
+                return 0
             with self._storage.filesystem.open_input_file(path) as file:
-                return bool(pq.read_metadata(file).num_rows == rows)
+                return int(pq.read_metadata(file).num_rows)
 
     def _name(self, unit: Unit) -> str:
         return f"{unit.name}-{self._mark}"

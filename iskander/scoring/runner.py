@@ -174,6 +174,8 @@ class Runner:
         if self._is_done():
             sink.finish()
             self._resumed = len(plan.units)
+            if (quarantine := self._quarantine()) is not None:
+                self._counters.add(quarantined=sum(map(quarantine.rows, plan.units)))
             return self.report("done")
         is_resumed = self._begin()
         try:
@@ -216,9 +218,10 @@ class Runner:
         )
 
     def _is_done(self) -> bool:
-        """Whether `resume` finds the complete output of a run that removed its state already."""
+        """Whether the output is complete, of a run that removed its state already."""
         job, journal = self._parts.job, self._parts.journal
-        if journal is None or not job.resume or journal.plan() is not None:
+        is_asked = job.resume or job.unattended
+        if journal is None or not is_asked or journal.plan() is not None:
             return False
         return self._parts.sink.is_complete(self._plan)
 
@@ -237,10 +240,9 @@ class Runner:
     def _prepare(self, *, is_resumed: bool) -> Shared:
         """Prepare the output, and find the staged units of an earlier run."""
         parts, plan, journal = self._parts, self._plan, self._parts.journal
-        job, sink, quarantine = parts.job, parts.sink, None
+        job, sink = parts.job, parts.sink
         try:
-            if job.quarantine is not None:
-                quarantine = Quarantine(job.quarantine, plan, parts.planned.read)
+            quarantine = self._quarantine()
             sink.prepare(plan, parts.planned.output, is_resumed=is_resumed)
         except Exception:
             if journal is not None and not is_resumed:
@@ -249,7 +251,11 @@ class Runner:
         for index, finished in (journal.finished() if journal is not None else {}).items():
             unit = plan.units[index]
             staged = sink.recover(unit, finished)
-            if quarantine is not None and not quarantine.has(unit, finished.quarantined):
+            if (
+                quarantine is not None
+                and finished.quarantined
+                and quarantine.rows(unit) != finished.quarantined
+            ):
                 staged = None
             if staged is None:
                 assert journal is not None
@@ -270,6 +276,11 @@ class Runner:
             quarantine=quarantine,
             on_rows=self._advance,
         )
+
+    def _quarantine(self) -> Quarantine | None:
+        """Folder of the rejected rows; None if the job has none."""
+        uri = self._parts.job.quarantine
+        return None if uri is None else Quarantine(uri, self._plan, self._parts.planned.read)
 
     def _count(self, finished: Finished) -> None:
         self._counters.add(

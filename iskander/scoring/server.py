@@ -117,6 +117,7 @@ class PrivateServer:
         self._stopped = threading.Event()
         self._ended = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
+        self._failure = ""
         self._thread = threading.Thread(target=self._run, name="private-server", daemon=True)
 
     @property
@@ -166,7 +167,9 @@ class PrivateServer:
         return NotReady(f"the private server ended, start {self.starts}: {self.log_tail()}")
 
     def log_tail(self) -> str:
-        """Last lines of the gateway's log."""
+        """Last lines of the gateway's log, or why it cannot be started."""
+        if self._failure:
+            return self._failure
         try:
             text = self._log.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace")
         except OSError:
@@ -178,16 +181,20 @@ class PrivateServer:
 
     def _run(self) -> None:
         """Start the gateway, and again after its death; end it when stopped."""
-        while not self._stopped.is_set() and self.starts < STARTS_MAX:
-            self.starts += 1
-            process = self._process = self._spawn()
-            while process.poll() is None and not self._stopped.wait(_POLL_S):
-                pass
-            if self._stopped.is_set():
-                _end(process)
-            elif process.returncode >= 0:
-                break  # It ended by itself: the next start would end in the same way.
-        self._ended.set()
+        try:
+            while not self._stopped.is_set() and self.starts < STARTS_MAX:
+                self.starts += 1
+                process = self._process = self._spawn()
+                while process.poll() is None and not self._stopped.wait(_POLL_S):
+                    pass
+                if self._stopped.is_set():
+                    _end(process)
+                elif process.returncode >= 0:
+                    break  # It ended by itself: the next start would end in the same way.
+        except OSError as error:
+            self._failure = f"it cannot be started: {error}"
+        finally:
+            self._ended.set()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         # A service manager's notifications are of the command, and a terminal's SIGINT is for the

@@ -18,13 +18,12 @@ from typing import Any, Final, NamedTuple
 import pyarrow as pa
 
 from iskander import clock
-from iskander.client.slicing import slices
 from iskander.errors import ContractError, IskanderError
 from iskander.scoring.flow import Flow
 from iskander.scoring.job import Job
 from iskander.scoring.journal import Finished
 from iskander.scoring.plan import Unit
-from iskander.scoring.planning import Planned, ScoringClient
+from iskander.scoring.planning import Planned, ScoringClient, cut
 from iskander.scoring.report import Counters
 from iskander.scoring.rows import (
     ErrorBudget,
@@ -206,17 +205,8 @@ class UnitRun:
     def _parts(self, batch: pa.RecordBatch, *, first_row: int = 0) -> list[pa.RecordBatch]:
         """Match a batch and cut it to the server's limits."""
         planned = self.shared.planned
-        limits = planned.description.limits
         matched = planned.matching.apply(batch.select(planned.sent), first_row=first_row)
-        return list(
-            slices(
-                [matched],
-                rows_max=limits["rows"],
-                bytes_max=limits["bytes"],
-                string_bytes_max=limits["string_bytes"],
-                rows_min=0,
-            )
-        )
+        return list(cut(matched, planned.description))
 
     def _score(self) -> None:
         """Thread that streams the batches and joins results with kept columns."""
@@ -247,10 +237,7 @@ class UnitRun:
                 break
             sent = self._pending.popleft()
             if isinstance(outcome, IskanderError):
-                if outcome.retryable:
-                    joined = self._joined(sent.batch, self._score_one(sent.batch))
-                else:
-                    joined = self._handled(sent.batch, outcome)
+                joined = self._handled(sent.batch, outcome)
             else:
                 shared.counters.add_latency((now_ns - sent.sent_ns) / clock.NS_PER_MS)
                 joined = self._joined(sent.batch, outcome)
@@ -288,7 +275,18 @@ class UnitRun:
         return results[0] if len(results) == 1 else pa.concat_batches(results)
 
     def _handled(self, batch: pa.RecordBatch, error: IskanderError) -> pa.RecordBatch:
-        """Find the rejected rows of a batch; return the rows of the output."""
+        """Score a batch again if its error may pass, else find its rejected rows.
+
+        Returns:
+            Its rows of the output.
+        """
+        if error.retryable:
+            try:
+                results = self._score_one(batch)
+            except IskanderError as again:
+                error = again
+            else:
+                return self._joined(batch, results)
         outcome: Outcome = self._policy.handle(batch, error, self._score_one)
         self.rejected += outcome.rejected_rows
         if outcome.rejected is not None and self._quarantine is not None:

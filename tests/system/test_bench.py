@@ -100,6 +100,8 @@ def test_interruption_prints_the_figures_until_then(server: Gateway) -> None:
         (("--rate", "x"), 2, "--rate x: expected numbers"),
         (("--rate", "0"), 2, "--rate 0: expected a value from 0.001"),
         (("--concurrency", "4000"), 2, "--concurrency 4000: expected a value from 1 to 1024"),
+        (("--concurrency", "nan"), 2, "--concurrency nan: expected a value from 1 to 1024"),
+        (("--concurrency", "1,inf"), 2, "--concurrency inf: expected a value from 1 to 1024"),
         (("--plot", "out.txt"), 2, "--plot out.txt: expected a name with"),
         (("--data", "none.parquet"), 78, "cannot be read as Parquet or Arrow"),
     ],

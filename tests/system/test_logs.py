@@ -184,6 +184,18 @@ def test_command_explains_every_line_of_a_text_log(tmp_path: Path) -> None:
     assert len(names) == len(set(names))
 
 
+def test_command_explains_lines_between_bytes_that_are_no_text() -> None:
+    line = b"iskander.supervisor: worker 0: attached, was starting, is loading"
+    done = subprocess.run(
+        [BIN / "iskander", "logs", "explain", "-"],
+        input=b"\xff\xfe other program\r\n" + line + b"\r\n",
+        capture_output=True, timeout=60, check=False,
+        env=os.environ | {"PYTHONIOENCODING": "utf-8"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"worker_changed: info")
+
+
 def test_command_lists_events() -> None:
     listed = json.loads(iskander("logs", "list", "--json").stdout)
     assert {event["event"] for event in listed} == EVENTS.keys()

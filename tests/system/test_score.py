@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable
 from onnx import TensorProto, helper
 from support import models
 from support.processes import BIN, Gateway, eventually, running
@@ -301,6 +302,24 @@ def test_unknown_model_exits_with_1(gateway: Gateway, place: Path, tmp_path: Pat
     words = ("nothing", place / "in", "-o", "out", "--server", gateway.address)
     _, text = score(tmp_path, *words, code=1)
     assert "nothing" in text
+
+
+def test_unattended_job_drops_failed_work_and_appends_an_input_once(
+    gateway: Gateway, with_nulls: Path, tmp_path: Path
+) -> None:
+    words = ("ids", with_nulls, "-o", "delta://out", "--server", gateway.address)
+    words += ("--overwrite", "append")
+
+    def written() -> list[int]:
+        return sorted(DeltaTable(tmp_path / "out").to_pyarrow_table()["id"].to_pylist())
+
+    score(tmp_path, *words, "--unattended", code=1)
+    pq.write_table(pa.table({"x": range(300), "id": range(300)}), with_nulls)
+    assert "--restart" in score(tmp_path, *words, code=1)[1]
+    for _ in range(2):
+        score(tmp_path, *words, "--unattended")
+        assert written() == list(range(300))
+    assert "nothing is appended twice" in score(tmp_path, *words, code=1)[1]
 
 
 # -- Signals and lost processes

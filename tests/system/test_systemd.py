@@ -241,12 +241,30 @@ def test_changed_files_are_kept_unless_forced(tmp_path: Path) -> None:
     assert "MemoryMax=8G" not in slice_file.read_text() and gateway.exists()
 
 
-def test_worker_of_an_earlier_configuration_has_a_note(tmp_path: Path) -> None:
-    file = write_config(tmp_path, workers={"spawn": False, "groups": ["0"], "count": 1})
-    note = "iskander-worker@0 is no longer in the plan"
-    assert note not in install(file, tmp_path / "etc")
-    file = write_config(tmp_path)
-    assert note in install(file, tmp_path / "etc")
+def test_files_of_an_earlier_installation_have_notes(tmp_path: Path) -> None:
+    workers = {"spawn": False, "groups": ["0"], "count": 1}
+    file, etc = write_config(tmp_path, workers=workers), tmp_path / "etc"
+    assert "no longer needed" not in install(file, etc, "--user", "nobody")
+    own = etc / "systemd/system/iskander-gateway.service.d/own.conf"
+    own.write_text("[Service]\nNice=5\n")
+    notes = json.loads(install(write_config(tmp_path), etc, "--json"))["notes"]
+    units = etc / "systemd/system"
+    drop_in = units / "iskander-worker@0.service.d/plan.conf"
+    disable = f"systemctl disable --now iskander-worker@0; rm {drop_in}"
+    assert [note for note in notes if note.endswith(disable)]
+    # Otherwise the services would still have the earlier account.
+    for name in ("iskander-gateway.service.d/user.conf", "iskander-worker@.service"):
+        assert [note for note in notes if note.endswith(f"no longer needed: rm {units / name}")]
+    assert not [note for note in notes if "own.conf" in note]
+
+
+def test_folders_that_do_not_exist_are_created_by_a_printed_command(tmp_path: Path) -> None:
+    log = tmp_path / "a b" / "log"
+    file = write_config(tmp_path, prediction_log={"path": str(log)})
+    command = f"install -d -o iskander -m 0750 '{log}'"
+    assert command in json.loads(install(file, tmp_path / "etc", "--json"))["commands"]
+    log.mkdir(parents=True)
+    assert command not in json.loads(install(file, tmp_path / "etc", "--json"))["commands"]
 
 
 class Manager:

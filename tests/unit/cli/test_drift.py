@@ -1,17 +1,24 @@
-"""`iskander drift`: table, exit codes, JSON, and wrong usage."""
+"""`iskander drift`: table, exit codes, JSON, wrong usage, and batches of a recording."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from iskander.cli import command
 from iskander.cli.command import UsageError
+from iskander.cli.drift_recording import _send
 from iskander.cli.main import build_parser
+from iskander.client import ModelDescription
 from iskander.drift.report import ColumnDrift, DriftReport, ModelDrift, SideSummary
 from iskander.errors import ConfigError
 
@@ -124,3 +131,39 @@ def test_wrong_usage_of_record(options: tuple[str, ...], problem: str) -> None:
     arguments = build_parser().parse_args(["drift", "record", "m", "data.parquet", *options])
     with pytest.raises((UsageError, ConfigError), match=problem):
         arguments.run(arguments)
+
+
+def test_recorded_batches_are_within_the_limits_of_the_server(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(100)}), tmp_path / "in.parquet")
+    ten = pa.record_batch({"x": list(range(10))})
+    limits = {"rows": 4096, "bytes": pa.ipc.get_record_batch_size(ten), "string_bytes": 1 << 20}
+    columns = pa.schema([("x", pa.int64())])
+    description = ModelDescription(
+        name="m",
+        version="1",
+        ready=True,
+        backend="onnx",
+        max_batch_rows=4096,
+        limits=limits,
+        versions=("1",),
+        aliases={},
+        input_schema=columns,
+        output_schema=columns,
+        input_types={"x": "int64"},
+        passthrough="none",
+        ranked_within=(),
+        metadata={},
+    )
+    sent: list[int] = []
+
+    def stream(name: str, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            sent.extend(batch["x"].to_pylist())
+            assert pa.ipc.get_record_batch_size(batch) <= limits["bytes"]
+            yield batch
+
+    client: Any = SimpleNamespace(
+        model=lambda name, version: SimpleNamespace(description=description), stream=stream
+    )
+    assert _send(client, "m", [str(tmp_path / "in.parquet")], {}) == 100
+    assert sent == list(range(100))

@@ -115,10 +115,36 @@ def test_writable_folders_are_those_of_sockets_cache_and_runtime_directory() -> 
     assert "/srv/a b" not in found[f"{UNIT_FOLDER}/iskander-worker@0.service.d/plan.conf"]
 
 
+def test_gateway_writes_to_the_folders_of_its_logs_and_references() -> None:
+    sections = split() | {
+        "access": {"audit_file": "/srv/audit/actions.jsonl"},
+        "prediction_log": {
+            "path": "s3://lake/log",
+            "spool": "/srv/spool",
+            "key_file": "/srv/keys/key",
+        },
+        "drift": {"folder": "/srv/drift"},
+    }
+    found = files(sections)
+    lines = found[f"{GATEWAY}.d/plan.conf"].splitlines()
+    assert [line for line in lines if line.startswith("ReadWritePaths=")] == [
+        "ReadWritePaths=/srv/audit",
+        "ReadWritePaths=/srv/drift",
+        "ReadWritePaths=/srv/keys",
+        "ReadWritePaths=/srv/spool",
+    ]
+    assert "ReadWritePaths" not in found[f"{UNIT_FOLDER}/iskander-worker@0.service.d/plan.conf"]
+    local = files({"prediction_log": {"path": "file:///srv/log"}})[f"{GATEWAY}.d/plan.conf"]
+    assert "ReadWritePaths=/srv/log\n" in local
+
+
 def test_home_is_readable_only_if_a_path_is_below_it() -> None:
     name = f"{GATEWAY}.d/plan.conf"
     assert "ProtectHome" not in files()[name]
     assert "ProtectHome=read-only" in files(file=Path("/home/ann/own.toml"))[name]
+    source = {"name": "clicks", "path": "/home/ann/clicks", "model": "churn"}
+    for sections in ({"tls": {"client_crl": "/home/ann/crl.pem"}}, {"sources": [source]}):
+        assert "ProtectHome=read-only" in files(sections)[name]
 
 
 def test_generated_code_and_devices_are_allowed_to_the_services_that_need_them() -> None:

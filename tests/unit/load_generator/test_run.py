@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from iskander import clock
 from iskander.errors import Cancelled, QueueFull
 from iskander.load_generator import run
 from iskander.load_generator.run import Run
@@ -87,3 +88,21 @@ def test_errors_do_not_end_a_client() -> None:
 
     found, _ = measured(reject, Load(1))
     assert set(found.errors) == {"queue_full"} and found.errors["queue_full"] > 5
+
+
+def test_a_full_run_ends_early_and_its_rates_are_those_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "ANSWERS_MAX", 10)
+    found, _ = measured(lambda closed: closed.wait(0.01), Load(1), duration_s=60.0)
+    assert found.requests == 10 and found.seconds < 60.0
+    assert found.completed == pytest.approx(10 / found.seconds)
+
+
+@pytest.mark.parametrize(("share", "is_expected"), [(0, False), (2, True)])
+def test_generator_that_uses_its_core_is_marked(
+    monkeypatch: pytest.MonkeyPatch, share: int, is_expected: bool
+) -> None:
+    monkeypatch.setattr(run, "process_cpu_ns", lambda: share * clock.now_ns())
+    found, _ = measured(lambda closed: closed.wait(0.01), Load(1), duration_s=0.1)
+    assert found.is_saturated is is_expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from dataclasses import asdict, replace
@@ -161,6 +162,18 @@ def test_second_process_is_rejected_without_fcntl(
     with Journal(tmp_path), pytest.raises(JobConflict, match="delete lock"):
         Journal(tmp_path)
     Journal(tmp_path).close()
+
+
+def test_system_without_locks_is_no_other_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    assert module.fcntl is not None
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+    with pytest.raises(StateError, match="No locks available"):
+        Journal(tmp_path)
 
 
 def test_lock_file_of_a_dead_process_does_not_lock(tmp_path: Path) -> None:

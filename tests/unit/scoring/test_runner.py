@@ -26,6 +26,7 @@ from iskander.errors import (
     SourceChanged,
 )
 from iskander.scoring import runner, unit_run
+from iskander.scoring.dry_run import DryRun, dry_run
 from iskander.scoring.errors import JobConflict
 from iskander.scoring.filters import Filter
 from iskander.scoring.flow import Flow
@@ -211,6 +212,13 @@ class Bench:
             self.runner = Runner(parts, **limits)
             return self.runner.run()
 
+    def dry_run(self) -> DryRun:
+        client: Any = self.client
+        with Journal(self.state) as journal:
+            return dry_run(
+                self.job, self.planned(), source=self.source, client=client, journal=journal
+            )
+
     def finished(self) -> set[int]:
         with Journal(self.state) as journal:
             journal.begin(self.planned().plan)
@@ -251,6 +259,28 @@ def test_batches_are_cut_to_the_limits_of_the_server(tmp_path: Path) -> None:
     bench.run()
     assert max(map(len, bench.client.sent)) == 3
     assert [row["y"] for row in bench.sink.committed or []] == [3 * x + 1 for x in range(10)]
+
+
+def test_dry_run_sends_a_batch_within_the_limits_of_the_server(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, batch_rows=10)
+    half = pa.record_batch({"x": list(range(5))})
+    limits = {"rows": 1000, "bytes": pa.ipc.get_record_batch_size(half), "string_bytes": 1 << 20}
+    bench.client.description = description(limits=limits)
+    estimate = bench.dry_run().estimate
+    assert bench.client.sent == [[0, 1, 2, 3, 4]]
+    assert estimate is not None and estimate.rows == 5
+
+
+def test_dry_run_counts_finished_units_and_rejects_a_damaged_journal(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.client.answer = rejecting(25)
+    with pytest.raises(ContractError):
+        bench.run()
+    assert (bench.dry_run().earlier.state, bench.dry_run().earlier.units_finished) == ("same", 2)
+    with (bench.state / "journal.jsonl").open("ab") as file:
+        file.write(b"\0\0\n")
+    with pytest.raises(JobConflict, match="line 3 is damaged"):
+        bench.dry_run()
 
 
 def test_limit_scores_the_first_units_only(tmp_path: Path) -> None:
@@ -308,6 +338,16 @@ def test_retryable_error_of_a_batch_is_scored_again(tmp_path: Path) -> None:
     report = bench.run()
     assert report.rejected == 0
     assert [row["y"] for row in bench.sink.committed or []] == [3 * x + 1 for x in range(30)]
+
+
+def test_rows_that_are_rejected_after_a_retryable_error_do_not_end_the_job(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, on_error="null")
+    errors: list[Exception] = [QueueFull("full")]
+    reject = rejecting(2)
+    bench.client.answer = lambda x: errors.pop() if errors else reject(x)
+    assert bench.run().rejected == 1
+    expected = [None if x == 2 else 3 * x + 1 for x in range(30)]
+    assert [row["y"] for row in bench.sink.committed or []] == expected
 
 
 # -- Failures and resume
@@ -486,6 +526,30 @@ def test_resume_after_the_state_was_removed_reports_the_complete_output(tmp_path
     bench.sink.is_done = True
     assert bench.run().state == "done"
     assert bench.client.sent == []
+
+
+def test_unattended_job_is_not_repeated_and_continues_an_unfinished_one(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, unattended=True)
+    bench.sink.on_commit = bench.stop.request
+    with pytest.raises(Interrupted):
+        bench.run()
+    bench.sink.on_commit, bench.stop = lambda: None, Stop()
+    assert bench.run().units_resumed == 3
+    bench.sink.is_done = True
+    bench.client.sent.clear()
+    assert bench.run().state == "done"
+    assert bench.client.sent == []
+
+
+def test_complete_output_still_reports_its_quarantined_rows(tmp_path: Path) -> None:
+    options = {"on_error": f"quarantine={tmp_path / 'bad'}"}
+    bench = Bench(tmp_path, **options)
+    bench.client.answer = rejecting(5, 6, 29)
+    assert bench.run().quarantined == 3
+    again = Bench(tmp_path, resume=True, **options)
+    again.sink.is_done = True
+    assert again.run().quarantined == 3
+    assert again.client.sent == []
 
 
 def test_rejected_rows_are_counted_after_a_resume(tmp_path: Path) -> None:

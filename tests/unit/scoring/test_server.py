@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from iskander.errors import NotReady
 from iskander.scoring import server
 
 
@@ -47,3 +49,17 @@ def test_folders_of_dead_commands_are_deleted(
             with server._folder():
                 assert folder.exists()
     assert set(tmp_path.iterdir()) == {alive, new}
+
+
+def test_gateway_that_the_system_cannot_start_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reject(*_: Any, **options: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(server.subprocess, "Popen", reject)
+    monkeypatch.setattr(server, "READY_S", 5.0)
+    private = server.PrivateServer({}, tmp_path / "iskander.toml", tmp_path)
+    with pytest.raises(NotReady, match=r"cannot be started: .*temporarily unavailable"):
+        private.start()
+    private.stop()
