@@ -273,6 +273,9 @@ class Dispatcher:
                 if formed.reserves_worker:
                     reserved.add(worker)
                 return formed.hold_ns
+            if worker.in_flight and _needs_whole_device(worker, formed.picks[0][0]):
+                reserved.add(worker)
+                return NEVER_NS  # Called again after the end of a batch.
             execute = self._assemble(lane, worker, formed, now)
             if execute is not None:
                 outgoing.setdefault(worker, []).append(execute)
@@ -313,6 +316,8 @@ class Dispatcher:
         run_rows = lane.rules.run_rows(rows)
         expected_ns = lane.cost_of(worker).predict_ns(run_rows)
         batch = InFlightBatch(lane, parts, output, run_rows, now, expected_ns)
+        if _needs_whole_device(worker, parts[0].request):
+            batch.credits = worker.credits
         batch_id = self.begin(worker, batch, now)
         worker.virtual_ns = max(worker.virtual_ns, lane.virtual_ns)
         lane.virtual_ns += expected_ns / lane.config.weight
@@ -324,9 +329,9 @@ class Dispatcher:
         return Execute(batch_id, key, run_rows, tuple(slices), bucket, deadline_ns, hops)
 
     def begin(self, worker: WorkerSlot, batch: InFlightBatch, now: int) -> int:
-        """Count a batch as in flight, with a credit of its worker; return its id."""
+        """Count a batch as in flight, with its credits of the worker; return its id."""
         self._batch_id += 1
-        worker.credits -= 1
+        worker.credits -= batch.credits
         worker.busy_until_ns = max(worker.busy_until_ns, now) + batch.expected_ns
         worker.in_flight[self._batch_id] = batch
         return self._batch_id
@@ -346,7 +351,7 @@ class Dispatcher:
         if batch is None:
             self.counts["late_messages"] += 1
             return None
-        worker.credits += 1
+        worker.credits += batch.credits
         worker.busy_until_ns = now
         for other in worker.in_flight.values():
             worker.busy_until_ns += other.expected_ns
@@ -414,6 +419,14 @@ class Dispatcher:
 def _step(steps: Iterator[None]) -> bool:
     """Run an iterator to its next pause; False at its end."""
     return any(True for _ in steps)
+
+
+def _needs_whole_device(worker: WorkerSlot, request: Request) -> bool:
+    """Whether no batch may run beside a request: two run at once on a GPU.
+
+    The one that is blamed for the end of a worker is the older one, whichever has the fault.
+    """
+    return request.kills > 0 and worker.device == "gpu"
 
 
 def _available_workers(lane: Lane, reserved: set[WorkerSlot]) -> list[WorkerSlot]:

@@ -44,10 +44,13 @@ class InFlightBatch:
         expected_ns: Predicted run time; 0 while the cost model has no data.
 
     Attributes:
+        credits: Batches of the worker that it counts as: all, if no other may run beside it.
         is_shadow: It is a shadow batch, without parts.
     """
 
-    __slots__ = ("expected_ns", "is_shadow", "lane", "output", "parts", "run_rows", "sent_ns")
+    __slots__ = (
+        "credits", "expected_ns", "is_shadow", "lane", "output", "parts", "run_rows", "sent_ns",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class InFlightBatch:
         self.run_rows = run_rows
         self.sent_ns = sent_ns
         self.expected_ns = expected_ns
+        self.credits = 1
         self.is_shadow = False
 
 

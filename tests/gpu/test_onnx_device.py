@@ -164,7 +164,7 @@ def test_graphs_of_repeated_sizes_are_replayed(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
     """Sizes of `pad_to` are captured at the load; others run without a graph."""
-    options = {"cuda": {"enable_cuda_graph": "1"}}
+    options = {"cuda": {"enable_cuda_graph": "true"}}
     loaded = load(gateway, product(gateway.folder / "m"), provider_options=options, pad_to=(4, 8))
     for batch_id, (used, rows) in enumerate(
         [(4, 4), (3, 4), (8, 8), (5, 8), (4, 4), (6, 6), (100, 100), (8, 8)] * 2, start=1
@@ -182,7 +182,7 @@ def test_graphs_of_repeated_sizes_are_replayed(
 def test_graphs_without_repeated_sizes_are_reported(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
-    options = {"cuda": {"enable_cuda_graph": "1"}}
+    options = {"cuda": {"enable_cuda_graph": "true"}}
     folder = product(gateway.folder / "m")
     gateway.send(Load(model_spec(folder, provider_options=options, **CUDA)))
     notice = receive(gateway, 120)

@@ -8,8 +8,12 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -84,6 +88,18 @@ def test_cards_and_slices_are_listed(nvml: ScriptedNvml, tmp_path: Path) -> None
     assert devices.notes == ()
 
 
+def test_slices_are_listed_though_the_memory_of_their_card_is_not_shown(
+    nvml: ScriptedNvml,
+) -> None:
+    """As in a container without privileges."""
+    nvml.change(1, memory_mib=None)
+    _, card = ask_nvml().cards
+    assert (card.is_mig, card.memory_bytes) == (True, 0)
+    assert [each.memory_bytes for each in card.slices] == [9_728 << 20]
+    nvml.change(0, memory_mib=None)
+    assert [each.uuid for each in ask_nvml().cards] == [uuid_of(1)]
+
+
 def test_card_that_is_lost_is_not_listed(nvml: ScriptedNvml) -> None:
     nvml.change(0, error=15)
     assert [card.uuid for card in ask_nvml().cards] == [uuid_of(1)]
@@ -146,6 +162,54 @@ def test_loss_hang_and_return_of_one_card_do_not_stop_the_other(nvml: ScriptedNv
             assert readings.process.starts == 1
 
     asyncio.run(run())
+
+
+def test_card_without_an_answer_hides_no_xid_errors_and_is_not_good(nvml: ScriptedNvml) -> None:
+    """Its own errors are counted once it answers."""
+    nvml.change(0, xids=[13])
+    nvml.change(1, mig=0, slices=[], hangs=True, xids=[31])
+
+    async def run() -> None:
+        async with monitored(uuid_of(1), uuid_of(0)) as readings:
+            await readings.until(uuid_of(0), xids={"13": 1})
+            silent = readings.last[uuid_of(1)]
+            assert (silent.error, silent.xids) == (monitor.UNANSWERED, {})
+            nvml.change(1, hangs=False)
+            await readings.until(uuid_of(1), error="", xids={"31": 1})
+
+    asyncio.run(run())
+
+
+class Ended(Exception):
+    """The end of a test."""
+
+
+def device_of(reports: int, *, has_answered: bool) -> Any:
+    """A device of the monitor that ends the test after some reports."""
+    answered, left = threading.Event(), iter(range(reports))
+    if has_answered:
+        answered.set()
+
+    def current() -> GpuReading:
+        if next(left, None) is None:
+            raise Ended
+        return GpuReading("GPU-1")
+
+    return SimpleNamespace(has_answered=answered, current=current)
+
+
+def test_process_without_any_answer_ends_for_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that reads another card continues: it may not end while a call does not return."""
+    for name in ("INTERVAL_S", "REOPEN_S"):
+        monkeypatch.setattr(monitor, name, 0.0)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        silent, good = (device_of(20, has_answered=each) for each in (False, True))
+        monitor._report(theirs, [silent], SimpleQueue())
+        with pytest.raises(Ended):
+            monitor._report(theirs, [silent, good], SimpleQueue())
 
 
 @pytest.mark.slow

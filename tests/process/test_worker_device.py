@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -242,6 +243,65 @@ def test_build_is_reported_and_holds_up_no_batch(
     assert [each.seconds for each in reports] == sorted(each.seconds for each in reports)
 
 
+def test_fault_while_the_arenas_are_locked_ends_the_worker(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    folder = models.row_ids(gateway.folder / "m0")
+    options = {"cuda": {"refused": "all"}}
+    gateway.send(Load(model_spec(folder, backend="fake", pool="m0/1", provider_options=options)))
+    assert worker.process.wait(20) == 74
+    assert "device lost: cuMemHostRegister_v2 failed" in worker.log.read_text()
+
+
+def test_device_without_streams_for_batches_is_a_load_error(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    answer = load(gateway, streams_max="1")[-1]
+    assert isinstance(answer, LoadFailed)
+    assert answer.message.startswith("the device cannot run batches: cuStreamCreate failed")
+    assert "closed m0" in worker.log.read_text()
+    assert isinstance(load(gateway, key=1)[-1], Loaded)
+
+
+@pytest.fixture
+def brief_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next worker keeps unused models for a moment only."""
+    monkeypatch.setenv("REUSE_S", "0.1")
+
+
+def test_models_that_the_next_gateway_does_not_load_are_closed(
+    brief_reuse: None, gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    load(gateway)
+    gateway.hang_up()
+    gateway.accept()
+    gateway.welcome()
+    assert isinstance(load(gateway, key=1)[-1], Loaded)
+    eventually(lambda: "closed m0" in worker.log.read_text(), what="the end of the unused model")
+    send(gateway, 1, 2, model=1)
+    assert receive(gateway) == Done(1, ANY)
+    assert result(gateway, 1, 1) == [7]
+    assert "closed m1" not in worker.log.read_text()
+
+
+def test_models_that_the_next_gateway_loads_are_reused(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    """Also after the unload of another model."""
+    load(gateway)
+    load(gateway, key=1)
+    gateway.hang_up()
+    gateway.accept()
+    gateway.welcome()
+    load(gateway, key=1)
+    gateway.send(Unload(1))
+    assert receive(gateway) == Unloaded(1)
+    assert isinstance(load(gateway)[-1], Loaded)
+    lines = worker.log.read_text().splitlines()
+    steps = [line for line in lines if line.startswith(("opened", "closed"))]
+    assert steps == ["opened m0", "opened m1", "closed m1"]
+
+
 def test_models_on_two_devices_are_rejected(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
@@ -249,5 +309,6 @@ def test_models_on_two_devices_are_rejected(
     answer = load(gateway, key=1, device_id="1")[-1]
     assert isinstance(answer, LoadFailed)
     assert "device 0, and the model names device 1" in answer.message
+    assert "closed m1" in worker.log.read_text()
     send(gateway, 1, 1)
     assert isinstance(receive(gateway), Done)

@@ -33,7 +33,8 @@ class FakeDevice(Device):
     """See the module.
 
     Attributes:
-        refused: Access of the mappings whose page-locking fails: `ro`, `rw`.
+        refused: Access of the mappings whose page-locking fails: `ro`, `rw`; `all` is a fault.
+        streams_max: Further streams cannot be created.
         log: Names of the operations that have run.
         blocked: Copies that waited for their stream, because the memory was not page-locked.
         free_bytes: Allocations beyond them fail.
@@ -49,6 +50,7 @@ class FakeDevice(Device):
         self.memory: dict[int, Any] = {}
         self.log: list[str] = []
         self.free_bytes = 1 << 30
+        self.streams_max = 1 << 10
         self.fault: DriverError | None = None
         self.blocked = 0
         self._random = random.Random(seed)
@@ -62,6 +64,8 @@ class FakeDevice(Device):
         pass
 
     def register(self, address: int, length_bytes: int, *, is_read_only: bool) -> None:
+        if "all" in self.refused:
+            raise DriverError(FAULT, "cuMemHostRegister_v2 failed: fault (CUDA error 700)")
         if ("ro" if is_read_only else "rw") in self.refused:
             raise DriverError(801, "cuMemHostRegister_v2 failed: not supported (CUDA error 801)")
         assert address not in self.registered
@@ -102,6 +106,8 @@ class FakeDevice(Device):
         self.enqueue("within", stream, lambda: _move(target, source, length_bytes))
 
     def create_stream(self) -> int:
+        if len(self._streams) >= self.streams_max:
+            raise DriverError(2, "cuStreamCreate failed: out of memory (CUDA error 2)")
         number = next(self._numbers)
         self._streams[number] = deque()
         return number
@@ -138,6 +144,16 @@ class FakeDevice(Device):
             is_stuck = not self.step() and self._streams[stream] and self.fault is None
             assert not is_stuck, "the streams wait for each other"
             self._check()
+
+    @property
+    def streams(self) -> int:
+        """Number of streams that exist."""
+        return len(self._streams)
+
+    def settle(self) -> None:
+        self._check()
+        for stream in list(self._streams):
+            self.synchronize(stream)
 
     def require_healthy(self, stream: int) -> None:
         self._check()

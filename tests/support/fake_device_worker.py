@@ -1,12 +1,14 @@
 """`iskander-worker` with the backend `fake`: `y = 3 * x + 1` on a fake device.
 
 A batch with the value `SLOW` takes long, and one with `FAULT` ends the device. The provider option
-`refused` names the mappings that cannot be page-locked; `build_s` is the time of a step of the
-load, which is reported after `REPORT_S`.
+`refused` names the mappings that cannot be page-locked, and `streams_max` limits the streams;
+`build_s` is the time of a step of the load, which is reported after `REPORT_S`. The log has each
+start and end of a model. Unused models are kept for `$REUSE_S`.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +45,10 @@ class _Model:
 
         options = spec.provider_options.get("cuda", {})
         device = _device(options.get("refused", ""), int(options.get("device_id", "0")))
+        device.streams_max = int(options.get("streams_max", "1000"))
         self.launcher = FakeLauncher(device, self._run)
+        self._name = spec.name
+        os.write(2, f"opened {spec.name}\n".encode())
 
     def _run(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         from iskander_worker.devices.cuda import DriverError
@@ -60,7 +65,8 @@ class _Model:
         raise AssertionError("only for models without a device")
 
     def close(self) -> None:
-        """Nothing to release."""
+        self.launcher.close()
+        os.write(2, f"closed {self._name}\n".encode())
 
 
 _devices: dict[int, Any] = {}
@@ -78,8 +84,12 @@ def _device(refused: str, number: int) -> Any:
 if __name__ == "__main__":
     from iskander_worker import backends
     from iskander_worker.__main__ import main
+    from iskander_worker.loading import loader
     from iskander_worker.loading import progress as progress_module
 
+    from iskander.clock import NS_PER_S
+
     progress_module.FIRST_S = REPORT_S
+    loader.REUSE_NS = int(float(os.environ.get("REUSE_S", "30")) * NS_PER_S)
     backends.BUILT_IN["fake"] = "support.fake_device_worker"
     main()

@@ -39,8 +39,10 @@ from iskander.control.messages import (
 from iskander.errors import Cancelled, IskanderError, ManifestError
 from iskander_worker.attachments import Attachment, Attachments
 from iskander_worker.backends import Run
+from iskander_worker.devices.cuda import DeviceLost, DriverError
 from iskander_worker.devices.pipeline import Pipeline
 from iskander_worker.loading.loader import LoadQueue
+from iskander_worker.session import Session
 
 SHARED_ANSWER_NS: Final = 100_000
 """An answer waits for the next one if the last batch took less time than this, and the next batch
@@ -81,6 +83,7 @@ class WorkerLoop:
         self._attachments = attachments
         is_drained = is_stopping = is_done = False
         loads = self._loads
+        loads.keep_unused()
         while attachments.attached:
             if self._launched:
                 self._answer_launched()  # The heartbeat stays that of the oldest batch.
@@ -89,6 +92,8 @@ class WorkerLoop:
             is_done = is_done or on_iteration()
             if loads.is_busy:
                 self._answer_load(attachments)
+            elif loads.kept_until_ns:
+                loads.close_unused(self._used_sessions())
             for attachment in attachments.wait(self._wake_fds()):
                 drain = self._handle_messages(attachments, attachment)
                 if self._launched and (drain is not None or attachment.channel.has_ended):
@@ -97,8 +102,7 @@ class WorkerLoop:
                     is_stopping = is_stopping or drain.is_stopping
                     is_drained = self._on_drain(attachments, attachment, drain) or is_drained
                 elif attachment.channel.has_ended:
-                    self._close_unused(attachments)
-                    attachments.drop(attachment)
+                    self._drop(attachments, attachment)
             if self.is_leaving or attachments.is_reassigned:
                 for attachment in attachments.attached:
                     attachment.send_leaving()
@@ -143,8 +147,7 @@ class WorkerLoop:
                 elif isinstance(message, Load):
                     self._loads.put(attachment, message.model)
                 elif isinstance(message, Unload):
-                    attachment.executor.drop(message.model)
-                    self._close_unused(attachments)
+                    self._unload(attachment, message.model)
                     answers.append(Unloaded(message.model))
                 elif isinstance(message, Probe):
                     run, session = Run(), attachment.executor.sessions.get(message.model)
@@ -166,8 +169,7 @@ class WorkerLoop:
         this worker, they receive `Leaving`.
         """
         is_first = attachments.is_first(attachment)
-        self._close_unused(attachments)
-        attachments.drop(attachment, is_open_until_exit=is_first)
+        self._drop(attachments, attachment, is_open_until_exit=is_first)
         if is_first and not drain.is_stopping:
             for each in attachments.attached:
                 each.send_leaving()
@@ -245,11 +247,24 @@ class WorkerLoop:
         while self._launched:
             self._answer_launched(is_waiting=True)
 
-    def _close_unused(self, attachments: Attachments) -> None:
-        """Close the models that no gateway process uses."""
-        self._loads.keep(
-            {each for one in attachments.attached for each in one.executor.sessions.values()}
-        )
+    def _drop(
+        self, attachments: Attachments, attachment: Attachment, *, is_open_until_exit: bool = False
+    ) -> None:
+        """Detach from a gateway process; its successor can load the same models."""
+        attachments.drop(attachment, is_open_until_exit=is_open_until_exit)
+        self._loads.keep_unused()
+
+    def _unload(self, attachment: Attachment, model: int) -> None:
+        """Remove a model from a gateway process, and close it if no other one uses it."""
+        session = attachment.executor.sessions.get(model)
+        attachment.executor.drop(model)
+        if session is not None and session not in self._used_sessions():
+            self._loads.close(session)
+
+    def _used_sessions(self) -> set[Session]:
+        assert self._attachments is not None
+        attached = self._attachments.attached
+        return {session for each in attached for session in each.executor.sessions.values()}
 
     def _answer_load(self, attachments: Attachments) -> None:
         """Send the answers of a finished load, if its gateway process is still attached.
@@ -268,8 +283,7 @@ class WorkerLoop:
         if len(frame) > FRAME_BYTES_MAX:
             answer = answers[-1]
             assert isinstance(answer, Loaded | LoadFailed)
-            attachment.executor.drop(answer.model)
-            self._close_unused(attachments)
+            self._unload(attachment, answer.model)
             oversized = ManifestError(
                 f"the description of its inputs and outputs has {len(frame)} bytes, limit "
                 f"{FRAME_BYTES_MAX}: use fewer of them, or shorter names"
@@ -285,16 +299,20 @@ class WorkerLoop:
         device = attachment.executor.sessions[loaded.model].device
         if device is None:
             return answers
-        if self._pipeline is None:
-            self._pipeline = Pipeline(device)
-        if self._pipeline.device is not device:
-            attachment.executor.drop(loaded.model)
-            several = ManifestError(
-                f"this worker computes on device {self._pipeline.device.number}, and the model "
+        try:
+            pipeline = self._pipeline = self._pipeline or Pipeline(device)
+            if pipeline.device is device:
+                return [*map(Notice, attachment.executor.page_lock(device)), *answers]
+            reason = ManifestError(
+                f"this worker computes on device {pipeline.device.number}, and the model "
                 f"names device {device.number}: a worker uses one device"
             )
-            return [LoadFailed(loaded.model, several.code, several.message)]
-        return [*map(Notice, attachment.executor.page_lock(device)), *answers]
+        except DriverError as error:
+            if error.is_fatal:
+                raise DeviceLost(str(error)) from None
+            reason = ManifestError(f"the device cannot run batches: {error}")
+        self._unload(attachment, loaded.model)
+        return [LoadFailed(loaded.model, reason.code, reason.message)]
 
     def _after_fork(self) -> None:
         """Close the channels in a child of a model's code, so that they end with this worker."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from iskander.control.messages import ModelSpec
 from iskander.memory.heartbeat import model_digest
 from iskander_worker.arrays import ArrayBatch, Compute
 from iskander_worker.backends import BindingModel, Bound, Model, RemoteModel, Run, load_model
+from iskander_worker.devices.cuda import idle
 from iskander_worker.devices.workspace import SLOTS, DeviceBatch, Launcher, Workspace
 from iskander_worker.loading.model_files import folder_sha256
 from iskander_worker.loading.opener import require_trusted
@@ -53,6 +55,17 @@ class Session:
             files_sha256 = folder_sha256(Path(spec.path).parent)
         self._model = model = load(spec, cores)
         self.files_sha256: str = getattr(model, "files_sha256", files_sha256)
+        launcher: Launcher | None = getattr(model, "launcher", None)
+        self.device = launcher.device if launcher is not None else None
+        self.workspaces: list[Workspace] = []
+        self._buckets: tuple[Session, ...] = ()
+        try:
+            self._compile(spec, model, launcher)
+        except BaseException:
+            self.close()
+            raise
+
+    def _compile(self, spec: ModelSpec, model: Model, launcher: Launcher | None) -> None:
         manifest = read_manifest(Path(spec.path))
         labels = read_labels(Path(spec.path), manifest)
         self.contract = compile_contract(manifest, model.graph, spec.string_bytes, labels)
@@ -79,8 +92,6 @@ class Session:
         # Booleans are bits in an arena and bytes in a tensor: the host converts them.
         columns = (*self.contract.inputs, *self.contract.outputs)
         can_bind = can_bind and all(spec.type.dtype_name != "bool" for spec in columns)
-        launcher: Launcher | None = getattr(model, "launcher", None)
-        self.device = launcher.device if launcher is not None else None
         self.launcher = launcher if can_bind else None
         self.workspaces = self._make_workspaces()
         self._buckets = tuple(map(self._variant, variants(self.contract)[:-1]))
@@ -120,13 +131,12 @@ class Session:
         )
 
     def close(self) -> None:
-        """Release the model."""
-        if self.device is not None:
-            self.device.use()  # It may have been loaded on another thread only.
-        for session in (*self._buckets, self):
-            for workspace in session.workspaces:
-                workspace.close()
-        self._model.close()
+        """Release the model; none of its batches is in flight."""
+        with idle(self.device) if self.device is not None else nullcontext():
+            for session in (*self._buckets, self):
+                for workspace in session.workspaces:
+                    workspace.close()
+            self._model.close()
 
     def probe(self, run: Run) -> str:
         """Return why the server of a remote model is not ready; empty if it is."""

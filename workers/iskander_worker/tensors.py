@@ -13,6 +13,7 @@ import numpy as np
 TEXT_MAX = 4000
 """Characters of an error that are searched; the time of the pattern grows with their square."""
 _SOURCE_PATH = re.compile(r"/\S*\.(?:cc|cpp|cu|h|so|onnx|py)\S*")
+_PROFILES = "Following input(s) has no associated shape profiles provided"
 
 
 def memory(address: int, length_bytes: int) -> np.ndarray:
@@ -28,10 +29,14 @@ def packed(tensor: np.ndarray) -> np.ndarray:
 
 
 def error_text(error: BaseException) -> str:
-    """The first line of a library's error, without source paths."""
+    """The first line of a library's error, without source paths.
+
+    TensorRT's list of inputs without a profile is kept too: an operator needs their names.
+    """
     try:
         text = str(error)[:TEXT_MAX]
     except Exception:
         text = ""  # The `__str__` of a library's own error can raise.
-    text = text.split("\n", 1)[0].strip() or type(error).__name__
-    return _SOURCE_PATH.sub("<source>", text)
+    first, *others = text.split("\n")
+    first = _SOURCE_PATH.sub("<source>", first.strip() or type(error).__name__)
+    return " ".join((first, *(line.strip() for line in others if line.startswith(_PROFILES))))

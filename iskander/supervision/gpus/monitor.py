@@ -35,7 +35,10 @@ FAILED: Final = 69
 SEND_S: Final = 10.0
 """A gateway that does not read for so long is gone."""
 REOPEN_S: Final = 30.0
-"""Life after the loss of a device: a new process of NVML finds a device that has returned."""
+"""Life after the loss of a device, or without any answer: a new process of NVML finds a device that
+has returned."""
+UNANSWERED: Final = "NVML has not answered yet"
+"""Not the reading of a good card: the last process may have ended because the card is lost."""
 LIST: Final = "--list"
 
 
@@ -44,7 +47,7 @@ class _Device:
 
     def __init__(self, reader: DeviceReader, uuid: str) -> None:
         self._reader = reader
-        self._reading = GpuReading(uuid)
+        self._reading = GpuReading(uuid, error=UNANSWERED)
         self._answered_ns = now_ns()
         self._xids: dict[str, int] = {}
         self._fell_ns = 0
@@ -115,18 +118,29 @@ def _send(connection: socket.socket, report: MonitorReport) -> None:
 def _report(
     connection: socket.socket, devices: Sequence[_Device], notices: SimpleQueue[str]
 ) -> None:
-    """Send the readings every interval, until `REOPEN_S` after a loss."""
-    lost_ns = 0
-    for device in devices:
-        device.has_answered.wait(INTERVAL_S)
+    """Send the readings every interval, until `REOPEN_S` after a loss or without any answer.
+
+    One device that never answers does not end the process, which may then remain, stuck in the
+    driver: the others are still read.
+    """
+    _wait_for_answers(devices)
+    failed_ns = 0
     while True:
         readings = [device.current() for device in devices]
         _send(connection, MonitorReport(readings, "" if notices.empty() else notices.get()))
-        if any(reading.lost for reading in readings):
-            lost_ns = lost_ns or now_ns()
-            if now_ns() - lost_ns > REOPEN_S * NS_PER_S:
-                return
+        has_answer = any(device.has_answered.is_set() for device in devices)
+        is_failed = not has_answer or any(reading.lost for reading in readings)
+        failed_ns = (failed_ns or now_ns()) if is_failed else 0
+        if is_failed and now_ns() - failed_ns > REOPEN_S * NS_PER_S:
+            return
         pause_s(INTERVAL_S)
+
+
+def _wait_for_answers(devices: Sequence[_Device]) -> None:
+    """Wait for the first answers of all devices, for an interval at most."""
+    until_ns = now_ns() + int(INTERVAL_S * NS_PER_S)
+    for device in devices:
+        device.has_answered.wait(max(until_ns - now_ns(), 0) / NS_PER_S)
 
 
 def _count_xids(
@@ -134,13 +148,22 @@ def _count_xids(
     devices: Sequence[_Device],
     notices: SimpleQueue[str],
 ) -> None:
-    """Count Xid errors for ever; a driver that does not report them is a notice."""
-    for device in devices:
-        device.has_answered.wait()
-    cards = {device.card_uuid: device.card for device in devices if device.card is not None}
+    """Count Xid errors for ever; a driver that does not report them is a notice.
+
+    A card that answers later is added then.
+    """
+    _wait_for_answers(devices)
+    known: set[str] = set()
     try:
-        events = XidEvents(nvml, cards.values())
+        events = XidEvents(nvml)
         while True:
+            for device in devices:
+                if device.card is not None and device.card_uuid not in known:
+                    known.add(device.card_uuid)
+                    events.add(device.card)
+            if not known:
+                pause_s(INTERVAL_S)
+                continue
             found = events.wait(int(INTERVAL_S * NS_PER_S / NS_PER_MS))
             if found is not None:
                 uuid, xid = found

@@ -8,7 +8,7 @@ Runs on: the monitor process. Source: NVML API Reference; nvidia-ml-py (`pynvml`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final, TypeVar
@@ -61,11 +61,14 @@ def read_report() -> NvmlReport:
 class XidEvents:
     """Xid errors of cards. A driver or a sandbox may not support them: then there are none."""
 
-    def __init__(self, nvml: Any, cards: Iterable[Any]) -> None:  # noqa: ANN401
+    def __init__(self, nvml: Any) -> None:  # noqa: ANN401
         self._nvml = nvml
         self._set = nvml.nvmlEventSetCreate()
-        for card in cards:
-            nvml.nvmlDeviceRegisterEvents(card, nvml.nvmlEventTypeXidCriticalError, self._set)
+
+    def add(self, card: Any) -> None:  # noqa: ANN401
+        """Report the errors of a card too, by its handle."""
+        nvml = self._nvml
+        nvml.nvmlDeviceRegisterEvents(card, nvml.nvmlEventTypeXidCriticalError, self._set)
 
     def wait(self, wait_ms: int) -> tuple[str, int] | None:
         """Return the UUID of a card and its Xid error; None after the time limit."""
@@ -115,9 +118,9 @@ class DeviceReader:
         device = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
         is_slice = self._uuid.startswith("MIG-")
         of_slice = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle
-        self.card = of_slice(device) if is_slice else device
-        self.card_uuid = _text(nvml.nvmlDeviceGetUUID(self.card))
-        self._device = device
+        card = of_slice(device) if is_slice else device
+        self.card_uuid = _text(nvml.nvmlDeviceGetUUID(card))
+        self.card, self._device = card, device  # Last, for the thread that counts Xid errors.
 
     def _values(self, used_bytes: int, total_bytes: int) -> GpuReading:
         nvml, card = self._nvml, self.card
@@ -179,12 +182,14 @@ def _card(nvml: Any, handle: Any) -> NvmlCard:  # noqa: ANN401
 
     mode = ask(nvml.nvmlDeviceGetMigMode, handle)
     is_mig = mode is not None and mode[0] == nvml.NVML_DEVICE_MIG_ENABLE
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    # An unprivileged container may read the memory of slices, and not that of their card.
+    read_memory = nvml.nvmlDeviceGetMemoryInfo
+    memory = ask(read_memory, handle) if is_mig else read_memory(handle)
     return NvmlCard(
         pci=_text(nvml.nvmlDeviceGetPciInfo(handle).busId),
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory_bytes=memory.total,
+        memory_bytes=memory.total if memory is not None else 0,
         cpus=_affinity(ask(nvml.nvmlDeviceGetCpuAffinity, handle, _AFFINITY_WORDS)),
         minor=ask(nvml.nvmlDeviceGetMinorNumber, handle),
         is_mig=is_mig,

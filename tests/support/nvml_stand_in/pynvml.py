@@ -13,14 +13,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+NVML_ERROR_NO_PERMISSION = 4
 NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_NOT_FOUND, NVML_ERROR_TIMEOUT = 3, 6, 10
 NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED = 15, 16
 NVML_DEVICE_MIG_ENABLE, NVML_VOLATILE_ECC = 1, 0
 NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 0, 1
 nvmlEventTypeXidCriticalError = 8
 MIB = 1 << 20
-_TEXTS = {3: "Not Supported", 6: "Not Found", 9: "Driver Not Loaded", 10: "Timeout",
-          15: "GPU is lost", 16: "GPU requires reset"}  # fmt: skip
+_TEXTS = {3: "Not Supported", 4: "No Permission", 6: "Not Found", 9: "Driver Not Loaded",
+          10: "Timeout", 15: "GPU is lost", 16: "GPU requires reset"}  # fmt: skip
 
 
 class NVMLError(Exception):
@@ -118,6 +119,8 @@ def nvmlDeviceGetPciInfo(uuid: str) -> SimpleNamespace:
 
 def nvmlDeviceGetMemoryInfo(uuid: str) -> SimpleNamespace:
     device = _device(uuid)
+    if device["memory_mib"] is None:
+        raise NVMLError(NVML_ERROR_NO_PERMISSION)
     total = device["memory_mib"] * MIB
     return SimpleNamespace(total=total, used=device.get("used_mib", 500) * MIB, free=0)
 
@@ -201,8 +204,8 @@ def nvmlEventSetWait_v2(events: dict[str, int], wait_ms: int) -> SimpleNamespace
     deadline = time.monotonic() + wait_ms / 1000
     while time.monotonic() < deadline:
         for card in _script()["cards"]:
-            xids, reported = card.get("xids", ()), events.get(card["uuid"], 0)
-            if len(xids) > reported:
+            xids, reported = card.get("xids", ()), events.get(card["uuid"])
+            if reported is not None and len(xids) > reported:
                 events[card["uuid"]] = reported + 1
                 return SimpleNamespace(device=card["uuid"], eventData=xids[reported])
         time.sleep(0.02)

@@ -58,6 +58,29 @@ def test_running_batch_is_retried_alone_and_waiting_batch_without_blame(
     assert [len(caller.results) for _, caller in submitted] == [1] * 4 and gateway.is_clean()
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_retry_of_a_running_batch_has_its_gpu_to_itself(
+    gateway: Simulation, worker: SimulatedWorker, device: str
+) -> None:
+    """Two batches run at once on a GPU, and the older one is blamed for both."""
+    other = gateway.start()
+    worker.device = other.device = device
+    submit(gateway, 8, lane=1)
+    ((request, _),) = submit(gateway, 8)
+    lost, left = (worker, other) if other.sent[0].model else (other, worker)
+    kill(gateway, lost, 0)
+    assert request.kills == 1
+    assert [execute.model for execute in left.sent] == [1, 0][: 1 if device == "gpu" else 2]
+    left.run(left.sent[0])
+    gateway.dispatcher.pump()
+    submit(gateway, 8, lane=1)
+    assert [execute.model for execute in left.sent] == [1, 0, 1][: 2 if device == "gpu" else 3]
+    left.run(left.sent[1])
+    gateway.dispatcher.pump()
+    left.run(left.sent[2])
+    assert left.credits == CREDITS and gateway.is_clean()
+
+
 @pytest.mark.parametrize("running", [None, 0, 1])
 def test_only_the_batch_in_the_heartbeat_is_blamed(
     gateway: Simulation, worker: SimulatedWorker, running: int | None

@@ -18,6 +18,7 @@ from support.fake_device import FakeDevice
 from support.scripted import model_spec
 
 from iskander.contract.column_types import ColumnType
+from iskander.contract.graph import Graph
 from iskander.contract.rows import RowCopier
 from iskander.contract.tensors import TensorSpec
 from iskander.errors import Cancelled, ContractError, ExecutionFailed, ManifestError
@@ -175,6 +176,7 @@ def test_libraries_of_tensorrt_are_loaded_before_its_provider(
     monkeypatch.setattr(onnx.ort, "preload_dlls", lambda directory: calls.append("cuda"))
     monkeypatch.setattr(onnx.ort, "get_available_providers", lambda: [*onnx.PROVIDERS.values()])
     monkeypatch.setattr(onnx.engines, "preload_libraries", lambda: calls.append("tensorrt"))
+    monkeypatch.setattr(onnx, "read_graph", lambda file, libraries: Graph((), ()))
     monkeypatch.setattr(onnx, "open_device", lambda number: FakeDevice(number=number))
     for providers, libraries in (
         (("cuda", "cpu"), ["cuda"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +16,21 @@ from iskander_worker.backends import Run
 from iskander_worker.devices import workspace
 from iskander_worker.devices.arenas import PageLockedArenas
 from iskander_worker.devices.copies import FREE_COPIES, LARGE_BYTES, Copy, is_direct
-from iskander_worker.devices.cuda import DeviceLost, DriverError
+from iskander_worker.devices.cuda import DeviceLost, DriverError, capture_lock
 from iskander_worker.devices.pipeline import SLOTS, Pipeline
 from iskander_worker.devices.workspace import DeviceBatch, Workspace
+from iskander_worker.loading import loader
 from iskander_worker.session import Session
 from support import models
 from support.fake_device import FAULT, FakeDevice, FakeLauncher
+from support.processes import eventually
 from support.scripted import model_spec
 
 from iskander.contract.column_types import ColumnType
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.rows import RowCopier
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
-from iskander.control.messages import Execute, Slice
+from iskander.control.messages import Execute, LoadFailed, Slice
 from iskander.errors import ExecutionFailed
 from iskander.memory.segment import Segment
 
@@ -280,10 +283,8 @@ def test_graph_rows_keep_their_memory_and_other_launches_are_bounded(
     assert not device.memory
 
 
-def test_load_warms_both_slots_and_captures_their_graphs(tmp_path: Path) -> None:
-    """The model of `row_ids` on the fake device; the session is closed with its memory."""
-    device = FakeDevice()
-    launcher = FakeLauncher(device, lambda inputs: {"y": 3 * inputs["x"] + 1}, graph_rows=(4, 8))
+def model_on(launcher: FakeLauncher) -> Callable[..., Any]:
+    """The `load` of a model with the tensors of `row_ids`."""
     model = SimpleNamespace(
         graph=Graph(
             (GraphTensor("x", "tensor(int64)", ("rows",)),),
@@ -295,7 +296,69 @@ def test_load_warms_both_slots_and_captures_their_graphs(tmp_path: Path) -> None
         providers=("fake",),
         close=launcher.close,
     )
-    session = Session(model_spec(models.row_ids(tmp_path / "m")), 1, lambda spec, cores: model)
+    return lambda spec, cores: model
+
+
+def test_failed_load_leaves_nothing_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm-up without enough memory, and a wrong manifest."""
+    device = FakeDevice()
+    folder = models.row_ids(tmp_path / "m")
+    launcher = FakeLauncher(device, lambda inputs: {"y": inputs["x"]})
+    launcher.failures = [None, ExecutionFailed("out of memory")]
+    opened = [model_on(launcher)]
+    monkeypatch.setattr(loader, "Session", lambda spec, cores: Session(spec, cores, opened[0]))
+    loads = loader.LoadQueue(1)
+
+    def load() -> LoadFailed:
+        attachment: Any = SimpleNamespace(executor=SimpleNamespace(sessions={}))
+        loads.put(attachment, model_spec(folder))
+        _, (answer,) = eventually(loads.get, what="end of the load")
+        assert isinstance(answer, LoadFailed)
+        return answer
+
+    assert "not enough memory for a warm-up" in load().message
+    assert not device.memory and not device.streams
+    (folder / "manifest.toml").write_text("format = 1\n")
+    opened[0] = model_on(FakeLauncher(device, lambda inputs: {}))
+    assert "missing required field" in load().message
+    assert not device.memory and not device.streams
+
+
+def test_model_is_released_while_no_batch_runs_and_no_graph_is_captured(
+    rig_of: Callable[..., Rig], tmp_path: Path
+) -> None:
+    """A destructor of the runtime holds the interpreter lock, which the end of a batch needs."""
+    device = FakeDevice()
+    rig = rig_of(device)
+    launcher = FakeLauncher(device, lambda inputs: {"y": inputs["x"]})
+    model = model_on(launcher)(None, 1)
+    can_capture: list[bool] = []
+
+    def close() -> None:
+        assert not device.step(), "a batch of another model is in flight"
+        other = threading.Thread(
+            target=lambda: can_capture.append(capture_lock.acquire(blocking=False))
+        )
+        other.start()
+        other.join()
+        launcher.close()
+
+    model.close = close
+    spec = model_spec(models.row_ids(tmp_path / "m"))
+    session = Session(spec, 1, lambda spec, cores: model)
+    rig.launch(rig.batch(1, [(4, 0, 4)]))
+    session.close()
+    assert can_capture == [False]
+    assert rig.finish() == [1]
+
+
+def test_load_warms_both_slots_and_captures_their_graphs(tmp_path: Path) -> None:
+    """The model of `row_ids` on the fake device; the session is closed with its memory."""
+    device = FakeDevice()
+    launcher = FakeLauncher(device, lambda inputs: {"y": 3 * inputs["x"] + 1}, graph_rows=(4, 8))
+    session = Session(model_spec(models.row_ids(tmp_path / "m")), 1, model_on(launcher))
     session.warm_up(16)
     assert set(launcher.prepared) == {(1, False), (16, False), (4, True), (8, True)}
     assert [launcher.prepared.count((rows, True)) for rows in (4, 8)] == [SLOTS, SLOTS]

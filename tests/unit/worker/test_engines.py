@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from iskander_worker.backends import onnx
 from iskander_worker.loading import opener
 from iskander_worker.loading.engines import (
     LIBRARY,
@@ -114,7 +115,7 @@ def test_engines_are_built_once_and_opened_by_every_worker(
     [
         {"rows_max": 65},
         {"pad_to": (8,)},
-        {"provider_options": {"tensorrt": {"trt_fp16_enable": "1"}}},
+        {"provider_options": {"tensorrt": {"trt_fp16_enable": "true"}}},
         {"provider_options": {"cuda": {"cudnn_conv_algo_search": "HEURISTIC"}}},
         {"optimization_level": "disable"},
     ],
@@ -175,12 +176,21 @@ def test_missing_cache_is_a_notice(builder: Builder, tmp_path: Path) -> None:
     assert builder.opened == [ModelSource()] and not builder.built
 
 
+def test_engines_beyond_the_cache_are_a_notice(builder: Builder, tmp_path: Path) -> None:
+    loading = LoadingSpec(cache=str(tmp_path / "cache"), cache_bytes=10, engine_s=700.0)
+    for _ in range(2):
+        model = open_model(spec_of(tmp_path, loading=loading), 1, builder.make, "1.31")
+        (notice,) = model.notices
+        assert "every worker builds them: its entry has 14 bytes, limit 10" in notice
+    assert builder.opened == [ModelSource()] * 2 and len(builder.built) == 1
+
+
 @pytest.mark.parametrize(
     "own",
     [
-        {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"},
+        {"trt_engine_cache_enable": "true", "trt_engine_cache_path": "/engines"},
         {"trt_engine_cache_path": "/engines"},
-        {"trt_engine_cache_enable": "0"},
+        {"trt_engine_cache_enable": "false"},
     ],
 )
 def test_cache_of_the_configuration_is_left_to_the_runtime(
@@ -215,8 +225,36 @@ def test_no_profile_is_made(tmp_path: Path, graph: Graph, options: dict[str, Any
 
 
 def test_worker_does_not_rewrite_the_entry(tmp_path: Path) -> None:
-    assert "trt_timing_cache_enable" in cache_options(tmp_path, is_building=True)
-    assert "trt_timing_cache_enable" not in cache_options(tmp_path, is_building=False)
+    """The provider knows `true` and `false` only."""
+    read = {"trt_engine_cache_enable": "true", "trt_engine_cache_path": str(tmp_path)}
+    built = {"trt_timing_cache_enable": "true", "trt_timing_cache_path": str(tmp_path)}
+    assert cache_options(tmp_path, is_building=False) == read
+    assert cache_options(tmp_path, is_building=True) == read | built
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_engines_have_a_profile_with_and_without_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_cache: bool
+) -> None:
+    """Without one, each new number of rows is a build during a batch."""
+    device = FakeDevice()
+    opened: list[dict[str, str]] = []
+    open_session = onnx._open
+
+    def open_or_note(file: Path, options: Any, providers: Any, *more: Any) -> Any:
+        if providers == ("cpu",):
+            return open_session(file, options, providers)
+        opened.append(more[0]["tensorrt"])
+        raise ManifestError("no device")
+
+    monkeypatch.setattr(onnx, "open_device", lambda number: device)
+    monkeypatch.setattr(onnx, "_open", open_or_note)
+    source = ModelSource(engines=tmp_path if has_cache else None)
+    with pytest.raises(ManifestError, match="no device"):
+        onnx.OnnxModel(spec_of(tmp_path), 1, source)
+    (options,) = opened
+    assert options["trt_profile_max_shapes"] == "x:64"
+    assert ("trt_engine_cache_path" in options) is has_cache
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import weakref
 import zipfile
 import zlib
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from iskander_worker.devices.cuda import DeviceLost
 from iskander_worker.loading import loader as loading
 from iskander_worker.tensors import error_text
 from iskander_worker.warm_up import read_arrays
@@ -23,6 +25,11 @@ from iskander.errors import ManifestError
 
 class PanicException(BaseException):
     """The panic of a Rust extension, which is not a subclass of Exception."""
+
+
+def attached() -> Any:
+    """A gateway process of a load."""
+    return SimpleNamespace(executor=SimpleNamespace(sessions={}))
 
 
 class UnprintableError(Exception):
@@ -40,8 +47,7 @@ def load_result(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Any:
 
     monkeypatch.setattr(loading, "Session", fail)
     loads = loading.LoadQueue(1)
-    attachment: Any = SimpleNamespace(executor=SimpleNamespace(sessions={}))
-    loads.put(attachment, model_spec(Path("/m"), key=7))
+    loads.put(attached(), model_spec(Path("/m"), key=7))
     result = eventually(loads.get, what="end of the load")
     assert not loads.is_busy
     ((response),) = result[1]
@@ -81,13 +87,13 @@ def test_iskander_error_is_reported_unchanged(monkeypatch: pytest.MonkeyPatch) -
 
 def test_own_assertion_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = loading.LoadQueue(1)
-    attachment: Any = SimpleNamespace(executor=SimpleNamespace(sessions={}))
 
     def fail(spec: Any, cores: int) -> None:
-        loading._Load.answer(SimpleNamespace(error=None, session=None))  # type: ignore[arg-type]
+        unfinished: Any = SimpleNamespace(_fatal=None, _failed=None, session=None)
+        loading._Load.answer(unfinished)
 
     monkeypatch.setattr(loading, "Session", fail)
-    loads.put(attachment, model_spec(Path("/m")))
+    loads.put(attached(), model_spec(Path("/m")))
     with pytest.raises(AssertionError):
         eventually(loads.get, what="end of the load")
 
@@ -115,3 +121,96 @@ def test_damaged_sample_is_rejected(tmp_path: Path, damage: str) -> None:
 def test_long_error_text_is_truncated_before_paths_are_removed() -> None:
     assert len(error_text(ValueError("/" * 200_000))) <= 4000
     assert error_text(ValueError("at /a/b.cc:12 it failed\nstack")) == "at <source> it failed"
+
+
+def test_error_of_tensorrt_has_the_names_of_the_inputs_without_a_profile() -> None:
+    names = "Following input(s) has no associated shape profiles provided: /a/b.head/Cast,mask"
+    text = f"User needs to provide all inputs.\nPlease note that\n{names}"
+    assert error_text(RuntimeError(text)) == f"User needs to provide all inputs. {names}"
+
+
+class FakeSession:
+    """A session whose warm-up fails, if `error` is set, and that counts its ends."""
+
+    device = None
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error, self.closed = error, 0
+
+    def warm_up(self, rows_max: int) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_failed_warm_up_closes_the_model_after_the_error_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The frames of the error refer to parts of the model, which would live longer."""
+    errors: list[weakref.ref[BaseException]] = []
+
+    class Failing(FakeSession):
+        def warm_up(self, rows_max: int) -> None:
+            try:
+                raise ManifestError("not enough memory")
+            except ManifestError as error:
+                errors.append(weakref.ref(error))
+                raise
+
+        def close(self) -> None:
+            assert errors[0]() is None
+            super().close()
+
+    session = Failing()
+    monkeypatch.setattr(loading, "Session", lambda spec, cores: session)
+    loads, attachment = loading.LoadQueue(1), attached()
+    loads.put(attachment, model_spec(Path("/m")))
+    result = eventually(loads.get, what="end of the load")
+    assert [type(each) for each in result[1]] == [LoadFailed]
+    assert session.closed == 1 and not loads.sessions and not attachment.executor.sessions
+
+
+def test_lost_device_of_a_load_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = FakeSession(DeviceLost("illegal address"))
+    monkeypatch.setattr(loading, "Session", lambda spec, cores: session)
+    loads = loading.LoadQueue(1)
+    loads.put(attached(), model_spec(Path("/m")))
+    with pytest.raises(DeviceLost):
+        eventually(loads.get, what="end of the load")
+
+
+def test_unused_sessions_wait_for_the_next_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions: list[Any] = []
+    now = [0]
+
+    def opened(spec: Any, cores: int) -> Any:
+        sessions.append(FakeSession())
+        sessions[-1].notices, sessions[-1].contract = (), None
+        sessions[-1].providers, sessions[-1].threads, sessions[-1].files_sha256 = (), 1, ""
+        return sessions[-1]
+
+    def load(attachment: Any, name: str) -> None:
+        loads.put(attachment, model_spec(Path(name)))
+        loads.close_unused(set())
+        eventually(loads.get, what="end of the load")
+
+    monkeypatch.setattr(loading, "Session", opened)
+    monkeypatch.setattr(loading, "now_ns", lambda: now[0])
+    loads = loading.LoadQueue(1)
+    first, second = attached(), attached()
+    load(first, "/x")
+    loads.close_unused(set())
+    load(second, "/x")
+    assert len(sessions) == 1, "the second gateway reuses the session"
+    assert list(second.executor.sessions.values()) == sessions
+    third = attached()
+    load(third, "/y")
+    now[0] += loading.REUSE_NS - 1
+    loads.close_unused(set(third.executor.sessions.values()))
+    assert not sessions[0].closed
+    now[0] += 1
+    loads.close_unused(set(third.executor.sessions.values()))
+    assert [each.closed for each in sessions] == [1, 0]
+    assert list(loads.sessions.values()) == [sessions[1]] and not loads.kept_until_ns

@@ -160,5 +160,5 @@ def test_copy_above_the_cache_limit_is_not_kept(tmp_path: Path) -> None:
     entry = store.find("k")
 
     assert entry is not None and entry.model is None
-    assert "its copy has 2000 bytes, limit 1500 (loading.cache_bytes)" in entry.record.note
+    assert "its entry has 2000 bytes, limit 1500 (loading.cache_bytes)" in entry.record.note
     assert os.listdir(tmp_path / "cache" / "k") == [RECORD]

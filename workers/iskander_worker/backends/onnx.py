@@ -6,7 +6,8 @@ Runs on: worker main; `read_graph` also in the operator's tool. Source: ONNX Run
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from iskander_worker import backends
 from iskander_worker.backends import Arrays, Run
 from iskander_worker.backends.onnx_binding import BFLOAT16, Binding, options_of
 from iskander_worker.backends.onnx_device import OnnxLauncher, has_graphs
-from iskander_worker.devices.cuda import Device, DriverError, open_device
+from iskander_worker.devices.cuda import Device, DriverError, idle, open_device
 from iskander_worker.loading import engines
 from iskander_worker.loading.opener import ModelSource, open_model
 from iskander_worker.tensors import error_text
@@ -91,13 +92,7 @@ class OnnxModel:
             entries["session.save_external_prepacked_constant_initializers"] = "1"
         for key, value in entries.items():
             options.add_session_config_entry(key, value)
-        for library in source.libraries:
-            try:
-                options.register_custom_ops_library(library)
-            except Exception as error:
-                raise ManifestError(
-                    f"operator library `{Path(library).name}` cannot be loaded: {error_text(error)}"
-                ) from None
+        _register(options, source.libraries)
         self._session, device, stream = _open_on_device(file, options, spec, source)
         self.providers = tuple(self._session.get_providers())
         self.graph = _graph_of(self._session)
@@ -135,9 +130,10 @@ class OnnxModel:
     def close(self) -> None:
         """Release the graph with its last binding."""
         launcher, self.launcher = self.launcher, None
-        del self._session
-        if launcher is not None:
-            launcher.close()
+        with idle(launcher.device) if launcher is not None else nullcontext():
+            del self._session
+            if launcher is not None:
+                launcher.close()
 
     def _graph_rows(self, spec: ModelSpec) -> tuple[int, ...]:
         """Numbers of rows to capture as CUDA graphs: those that repeat."""
@@ -151,13 +147,25 @@ class OnnxModel:
         return rows
 
 
-def read_graph(path: Path) -> Graph:
+def read_graph(path: Path, libraries: Iterable[str] = ()) -> Graph:
     """Read the declaration of a model file without optimising it, or raise a `ManifestError`."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    _register(options, libraries)
     return _graph_of(_open(model_file(path), options, ("cpu",)))
+
+
+def _register(options: ort.SessionOptions, libraries: Iterable[str]) -> None:
+    """Add libraries of operators to a session."""
+    for library in libraries:
+        try:
+            options.register_custom_ops_library(library)
+        except Exception as error:
+            raise ManifestError(
+                f"operator library `{Path(library).name}` cannot be loaded: {error_text(error)}"
+            ) from None
 
 
 def _open_on_device(
@@ -171,9 +179,10 @@ def _open_on_device(
     try:
         for each in ON_DEVICE & set(providers):
             own = {"user_compute_stream": str(stream)}
-            if each == engines.PROVIDER and source.engines is not None:
-                own |= engines.cache_options(source.engines, is_building=source.is_building)
-                own |= engines.profile_options(spec, read_graph(file))
+            if each == engines.PROVIDER:
+                own |= engines.profile_options(spec, read_graph(file, source.libraries))
+                if source.engines is not None:
+                    own |= engines.cache_options(source.engines, is_building=source.is_building)
             provider_options[each] = {**own, **provider_options.get(each, {})}
         return _open(file, options, providers, provider_options), device, stream
     except ManifestError:

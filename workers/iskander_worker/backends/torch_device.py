@@ -21,6 +21,7 @@ from iskander.errors import ExecutionFailed, ManifestError
 from iskander_worker.backends import Run
 from iskander_worker.devices.budgets import Budgets
 from iskander_worker.devices.cuda import Device, DriverError, open_device
+from iskander_worker.tensors import error_text
 
 Call = Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]]
 """Inputs in the program's order to results by name; raises `ExecutionFailed`."""
@@ -101,7 +102,10 @@ class TorchLaunch:
         self._results.clear()
         with torch.cuda.stream(self._stream):
             named = self._call(self._inputs)
-            self._results += [self._checked(spec, named) for spec in self._outputs]
+            try:
+                self._results += [self._checked(spec, named) for spec in self._outputs]
+            except RuntimeError as error:  # Such as no memory for a copy of a result.
+                raise ExecutionFailed(error_text(error)) from None
         return [tensor.data_ptr() for tensor in self._results]
 
     def _checked(self, spec: TensorSpec, named: Mapping[str, torch.Tensor]) -> torch.Tensor:

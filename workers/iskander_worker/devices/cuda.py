@@ -16,6 +16,7 @@ import functools
 import os
 import threading
 from collections import deque
+from collections.abc import Iterator
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, Final, Protocol
 
@@ -30,8 +31,8 @@ FATAL: Final = frozenset(
 """Errors after which every call of this process fails: a fault of a kernel or of the card."""
 
 capture_lock: Final = threading.RLock()
-"""Held to capture a graph, and to call the driver on a thread beside that: some calls, such as an
-allocation, make another thread's capture fail."""
+"""Held to capture a graph, to launch a batch, and to release a model: some calls beside a capture,
+such as an allocation, make it fail."""
 
 _HostFunction = ctypes.CFUNCTYPE(None, c_void_p)
 _REGISTER_READ_ONLY: Final = 8
@@ -47,6 +48,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxSynchronize": (),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
     "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
@@ -152,8 +154,27 @@ class Device(Protocol):
     def synchronize(self, stream: int) -> None:
         """Wait for a stream; raises the `DriverError` of its operations."""
 
+    def settle(self) -> None:
+        """Wait for all streams and their signals; raises the `DriverError` of the context."""
+
     def require_healthy(self, stream: int) -> None:
         """Raise the `DriverError` of the context, without waiting for the stream."""
+
+
+@contextlib.contextmanager
+def idle(device: Device) -> Iterator[None]:
+    """Keep a device idle, to release what a library has there; raises `DeviceLost`.
+
+    A destructor of ONNX Runtime holds the interpreter lock while it waits for the device, and the
+    signal of a batch needs that lock.
+    """
+    with capture_lock:
+        try:
+            device.use()
+            device.settle()
+        except DriverError as error:
+            raise DeviceLost(str(error)) from None
+        yield
 
 
 @functools.cache
@@ -271,6 +292,10 @@ class CudaDevice:
     def synchronize(self, stream: int) -> None:
         """See `Device`."""
         self._call("cuStreamSynchronize", stream)
+
+    def settle(self) -> None:
+        """See `Device`."""
+        self._call("cuCtxSynchronize")
 
     def require_healthy(self, stream: int) -> None:
         """See `Device`."""

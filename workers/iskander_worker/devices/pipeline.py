@@ -101,11 +101,11 @@ class Pipeline:
         device.use()
         self.device = device
         self.flights: deque[Flight] = deque()
+        self._up, self._down = device.create_stream(), device.create_stream()
+        self._free = [Slot(device, index) for index in reversed(range(SLOTS))]
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self.wake_fd, select.POLLIN)
-        self._up, self._down = device.create_stream(), device.create_stream()
-        self._free = [Slot(device, index) for index in reversed(range(SLOTS))]
 
     @property
     def is_full(self) -> bool:

@@ -45,10 +45,11 @@ def cache_options(folder: Path, *, is_building: bool) -> dict[str, str]:
     """Options to read engines from a folder, and to write those that are missing.
 
     Times of kernels are kept for a build only: the provider would rewrite their file in a worker.
+    It rejects `1` and `0` for booleans.
     """
-    options = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(folder)}
+    options = {"trt_engine_cache_enable": "true", "trt_engine_cache_path": str(folder)}
     if is_building:
-        options |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": str(folder)}
+        options |= {"trt_timing_cache_enable": "true", "trt_timing_cache_path": str(folder)}
     return options
 
 

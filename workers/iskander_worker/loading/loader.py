@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 
-from iskander.clock import NS_PER_MS, now_ns
+from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.control.messages import (
     Loaded,
     LoadFailed,
@@ -23,11 +23,15 @@ from iskander.control.messages import (
 )
 from iskander.errors import IskanderError
 from iskander_worker.attachments import Attachment
+from iskander_worker.devices.cuda import DeviceLost
 from iskander_worker.failures import load_error
 from iskander_worker.loading.progress import progress
 from iskander_worker.sandbox.client import sandbox_server
 from iskander_worker.session import Session
 
+REUSE_NS = 30 * NS_PER_S
+"""Time without a load after which sessions that no gateway process uses are closed. A gateway that
+is started again thus finds the models of its predecessor, and loads them one after the other."""
 EXIT_WAIT_S = 5.0
 """Time that an exiting worker waits for a running load: libraries crash if they are interrupted."""
 
@@ -35,7 +39,8 @@ EXIT_WAIT_S = 5.0
 class LoadQueue:
     """Loads in the order of their requests; each gateway has one at most.
 
-    While a load is running, `is_busy` is set; when it is done, `wake_fd` is readable.
+    While a load is running, `is_busy` is set; when it is done, `wake_fd` is readable. Sessions that
+    are not used are kept until `kept_until_ns`; 0: there are none.
     """
 
     def __init__(self, cores: int) -> None:
@@ -44,10 +49,12 @@ class LoadQueue:
         self._running: _Load | None = None
         self.sessions: dict[str, Session] = {}
         self.is_busy = False
+        self.kept_until_ns = 0
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def put(self, attachment: Attachment, spec: ModelSpec) -> None:
         """Queue the load and warm-up of a model."""
+        self.keep_unused()
         self._waiting.append(_Load(attachment, spec, self._cores, self.wake_fd))
         self._start_next()
 
@@ -61,6 +68,7 @@ class LoadQueue:
         except BlockingIOError:
             return None
         load.thread.join()
+        self.keep_unused()
         self._running = None
         self.is_busy = False
         if load.session is not None:
@@ -77,12 +85,22 @@ class LoadQueue:
             return None
         return load.attachment, LoadStep(load.spec.key, *report)
 
-    def keep(self, used: set[Session]) -> None:
-        """Close the sessions that are not in `used`."""
-        for fingerprint, session in list(self.sessions.items()):
-            if session not in used:
-                del self.sessions[fingerprint]
-                session.close()
+    def keep_unused(self) -> None:
+        """Keep the sessions that are not used for the next loads of a gateway process."""
+        self.kept_until_ns = now_ns() + REUSE_NS
+
+    def close_unused(self, used: set[Session]) -> None:
+        """Close the sessions that are not in `used`, if it is time."""
+        if self.is_busy or now_ns() < self.kept_until_ns:
+            return
+        self.kept_until_ns = 0
+        for session in set(self.sessions.values()) - used:
+            self.close(session)
+
+    def close(self, session: Session) -> None:
+        """Close a session that is not used."""
+        self.sessions = {key: each for key, each in self.sessions.items() if each is not session}
+        session.close()
 
     def shut_down(self) -> bool:
         """Start no more loads; return False if the running one does not end in time."""
@@ -111,19 +129,20 @@ class _Load:
         self.attachment = attachment
         self.spec = spec
         self.session: Session | None = None
-        self.error: BaseException | None = None
+        self._failed: LoadFailed | None = None
+        self._fatal: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="isk-load", daemon=True)
         self._cores = cores
         self._wake_fd = wake_fd
         self._begun_ns = now_ns()
 
     def answer(self) -> list[ToGateway]:
-        """The messages for the gateway; raises an assertion of this program."""
-        error, session = self.error, self.session
-        if isinstance(error, IskanderError):
-            return [LoadFailed(self.spec.key, error.code, error.message)]
-        if error is not None:
-            raise error
+        """The messages for the gateway; raises an assertion of this program, or `DeviceLost`."""
+        session = self.session
+        if self._fatal is not None:
+            raise self._fatal
+        if self._failed is not None:
+            return [self._failed]
         assert session is not None
         load_ms = round((now_ns() - self._begun_ns) / NS_PER_MS, 1)
         name = f"{self.spec.name}/{self.spec.version}"
@@ -142,10 +161,28 @@ class _Load:
     def _run(self) -> None:
         try:
             if self.session is None:
-                session = Session(self.spec, self._cores)
-                session.warm_up(self.spec.rows_max)
-                self.session = session
+                self._open()
         except BaseException as error:
-            self.error = load_error(error)
+            self._fail(error)
         finally:
             os.eventfd_write(self._wake_fd, 1)
+
+    def _open(self) -> None:
+        session = Session(self.spec, self._cores)
+        try:
+            session.warm_up(self.spec.rows_max)
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self.session = session
+            return
+        # Not before the end of the handler: the frames of the error refer to parts of the model.
+        session.close()
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, DeviceLost):
+            error = load_error(error)
+        if isinstance(error, IskanderError):
+            self._failed = LoadFailed(self.spec.key, error.code, error.message)
+        else:
+            self._fatal = error

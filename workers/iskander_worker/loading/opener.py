@@ -217,7 +217,7 @@ class _CachedLoad(NamedTuple):
             with self.store.locked(self.key, deadline_ns):
                 entry = self._find()
                 if entry is not None:
-                    return _from_entry(entry, open_source, self.source)
+                    return _from_entry(entry, open_source, self.source, self.spec)
             with self.store.locked(self.key, deadline_ns, is_exclusive=True):
                 if self._find() is None:
                     self._add(deadline_ns)
@@ -265,13 +265,18 @@ class _CachedLoad(NamedTuple):
 
 
 def _from_entry(
-    entry: Entry, open_source: Callable[[ModelSource], ModelT], source: ModelSource
+    entry: Entry,
+    open_source: Callable[[ModelSource], ModelT],
+    source: ModelSource,
+    spec: ModelSpec,
 ) -> ModelT:
     if entry.record.refusal:
         raise ManifestError(f"{entry.record.refusal}; it is not loaded again for ten minutes")
     if entry.model is None and entry.record.digests:
         return open_source(source._replace(engines=entry.folder))
     reason = entry.record.note
+    if needs_engines(spec) and reason:
+        raise ConfigError(reason)
     if entry.model is not None:
         try:
             return open_source(source._replace(optimised=entry.model))

@@ -112,9 +112,9 @@ class WeightStore:
             names = sorted(each.name for each in new.iterdir())
             if len(names) > FILES_MAX:
                 raise ConfigError(f"its entry has {len(names)} files, limit {FILES_MAX}")
-            copied = sum((new / name).stat().st_size for name in names)
-            if not note and not refusal and copied > self._bytes_max:
-                note = f"its copy has {copied} bytes, limit {self._bytes_max} (loading.cache_bytes)"
+            size = sum((new / name).stat().st_size for name in names)
+            if not note and not refusal and size > self._bytes_max:
+                note = f"its entry has {size} bytes, limit {self._bytes_max} (loading.cache_bytes)"
             if note or refusal:
                 for name in names:
                     (new / name).unlink()

@@ -44,7 +44,7 @@ def test_budget_is_the_limit_of_the_provider_beside_its_other_options(tmp_path: 
     assert made.provider_options == {
         "cuda": {
             "cudnn_conv_algo_search": "HEURISTIC",
-            "use_tf32": "0",
+            "use_tf32": "false",
             "gpu_mem_limit": str(5 * GIB),
         }
     }
@@ -62,7 +62,7 @@ def test_budget_limits_the_workspace_of_engines_too(tmp_path: Path) -> None:
     both = {"execution_providers": ["tensorrt", "cuda"], "gpu_memory_bytes": 5 * GIB}
     made = spec(tmp_path, **both, provider_options={"tensorrt": {"trt_fp16_enable": True}})
     assert made.provider_options == {
-        "tensorrt": {"trt_fp16_enable": "1", "trt_max_workspace_size": str(5 * GIB)},
+        "tensorrt": {"trt_fp16_enable": "true", "trt_max_workspace_size": str(5 * GIB)},
         "cuda": {"gpu_mem_limit": str(5 * GIB)},
     }
     lower = {"tensorrt": {"trt_max_workspace_size": GIB}}
