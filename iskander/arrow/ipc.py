@@ -27,6 +27,8 @@ from iskander.errors import MalformedInput
 SCHEMA, DICTIONARY_BATCH, RECORD_BATCH = 1, 2, 3
 METADATA_V5 = 4
 CONTINUATION = b"\xff\xff\xff\xff"
+LEGACY_COMPRESSION = b"ARROW:experimental_compression"
+"""Key of custom metadata by which Arrow 0.17 declares a codec; pyarrow still reads it in V4."""
 
 _U8, _U16, _I16 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<h")
 _U32, _I32, _I64 = struct.Struct("<I"), struct.Struct("<i"), struct.Struct("<q")
@@ -79,6 +81,10 @@ def is_big_endian(header: Bytes, message: Message) -> bool:
 
 def read_batch(header: Bytes, message: Message) -> Batch:
     """Read a record batch's header."""
+    if message.version != METADATA_V5 and LEGACY_COMPRESSION in bytes(header):
+        # `is_compressed` does not include it, so no check would limit its decompressed size.
+        key = LEGACY_COMPRESSION.decode()
+        raise MalformedInput(f"compression declared by `{key}` is not supported; use version V5")
     try:
         table = message.table
         rows = _read_scalar(header, table, _BATCH_LENGTH, _I64)

@@ -55,9 +55,15 @@ def _column(array: np.ndarray) -> pa.Array:
 
 
 def _array(name: str, column: pa.Array) -> np.ndarray:
-    shape = [len(column)]
+    shape, axes = [len(column)], [0]
     if isinstance(column, pa.FixedShapeTensorArray):
         shape += column.type.shape
+        permutation = column.type.permutation or []
+        if any(permutation[axis] != place for place, axis in enumerate(permutation)):
+            # pyarrow 26 writes the inverse of what the format defines, and cannot read either.
+            text = f"column `{name}` has permutation {permutation}, which is not its own inverse"
+            raise ExecutionFailed(f"{text}; make the array contiguous first")
+        axes += [1 + axis for axis in permutation]
         column = _without_nulls(name, column.storage).flatten()
     while pa.types.is_fixed_size_list(column.type):
         shape.append(column.type.list_size)
@@ -69,8 +75,8 @@ def _array(name: str, column: pa.Array) -> np.ndarray:
         return strings.reshape(shape)
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise ExecutionFailed(f"column `{name}` has type {kind}, which is no tensor")
-    array: np.ndarray = column.to_numpy(zero_copy_only=False)
-    return array.reshape(shape)
+    array: np.ndarray = column.to_numpy(zero_copy_only=False).reshape(shape)
+    return array.transpose(axes) if len(axes) > 1 else array
 
 
 def _without_nulls(name: str, column: pa.Array) -> pa.Array:

@@ -121,15 +121,27 @@ class StreamCodec:
     def work_bytes(self, raw: bytes | memoryview) -> int:
         """Temporary memory to read a message, without the message."""
         data = read_flight_data(raw)
-        message = ipc.read_message(data.header)
+        return self._work_bytes(data.header, data.body)
+
+    def _work_bytes(self, header: bytes | memoryview, body: memoryview | SegmentRange) -> int:
+        message = ipc.read_message(header)
         if message.kind == ipc.DICTIONARY_BATCH:
-            batch = ipc.read_dictionary(data.header, message)[2]
-            return 2 * self._converter.work_bytes(batch, data.body)
+            return 2 * self._converter.work_bytes(ipc.read_dictionary(header, message)[2], body)
         if message.kind != ipc.RECORD_BATCH:
             return 0
-        work = self._converter.work_bytes(ipc.read_batch(data.header, message), data.body)
+        work = self._converter.work_bytes(ipc.read_batch(header, message), body)
         # Conversion writes the batch once more.
-        return 2 * work + (len(data.body) if self.plan.is_converted else 0)
+        return 2 * work + (len(body) if self.plan.is_converted else 0)
+
+    def is_dictionary(self, raw: bytes | memoryview) -> bool:
+        """Whether a message, which may be invalid, is a dictionary."""
+        try:
+            return ipc.read_message(self._header(raw)).kind == ipc.DICTIONARY_BATCH
+        except IskanderError:
+            return False
+
+    def _header(self, raw: bytes | memoryview) -> bytes | memoryview:
+        return read_flight_data(raw).header
 
     def read(self, raw: bytes | memoryview, *, is_on_loop: bool = False) -> ParsedBatch | None:
         """Parse one message of the stream; None for a dictionary. Raises as `decode` does."""

@@ -64,7 +64,6 @@ class Converter:
         """Temporary memory to read a message: decompressed buffers and dictionaries."""
         expanded = 0
         if batch.is_compressed:
-            body = body if isinstance(body, memoryview) else body.read()
             expanded = self._require_expanded(batch, body)
         return expanded + self.reader.next_bytes
 
@@ -187,7 +186,7 @@ class Converter:
         self._sent_columns, self._sent_key = columns, key
         return frames
 
-    def _require_expanded(self, batch: ipc.Batch, body: memoryview) -> int:
+    def _require_expanded(self, batch: ipc.Batch, body: memoryview | SegmentRange) -> int:
         """Reject a decompression bomb by its declared sizes, before decompression."""
         total = 0
         for start, length in zip(batch.buffers[::2], batch.buffers[1::2], strict=True):
@@ -195,7 +194,9 @@ class Converter:
                 continue
             if start < 0 or length < 8 or start + length > len(body):
                 raise MalformedInput("a compressed buffer is not inside the body")
-            total += max(_I64.unpack_from(body, start)[0], length - 8)
+            declared = body[start : start + 8]
+            declared = declared.read() if isinstance(declared, SegmentRange) else declared
+            total += max(_I64.unpack(declared)[0], length - 8)
         require_limit("bytes", total, self._limits.bytes)
         return total
 

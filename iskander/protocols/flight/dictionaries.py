@@ -16,7 +16,7 @@ import pyarrow as pa
 from iskander.arrow import ipc
 from iskander.arrow.values import plain_array
 from iskander.config.schema import LimitsConfig
-from iskander.errors import LimitExceeded
+from iskander.errors import LimitExceeded, MalformedInput
 
 PARTS_MAX: Final = 256
 """Limit of messages of one dictionary: each delta copies all earlier ones."""
@@ -85,8 +85,6 @@ class BatchReader:
         self._has_nested = any(map(_count_dictionaries, others))
         self._parts: dict[int, list[_Part]] = {}
         self._total = 0
-        self._pending: list[memoryview] = []
-        self._pending_bytes = 0
         self._source = _Source()
         self._reader: pa.RecordBatchStreamReader | None = None
         self._validated: dict[int, _Validated] = {}
@@ -96,7 +94,7 @@ class BatchReader:
     @property
     def next_bytes(self) -> int:
         """Bytes of dictionaries that the next batch decodes or validates."""
-        return self._total if self._reader is None or self._has_nested else self._pending_bytes
+        return self._total if self._reader is None or self._has_nested else 0
 
     def add_dictionary(
         self, dictionary: int, header: bytes, body: memoryview, expanded: int, *, is_delta: bool
@@ -105,33 +103,32 @@ class BatchReader:
 
         A delta extends the dictionary. `expanded` counts the bytes of decompressed buffers.
         """
-        if not is_delta:
-            self._total -= sum(part.size for part in self._parts.pop(dictionary, []))
-        earlier = self._parts.get(dictionary, [])
-        size = len(header) + len(body) + expanded
-        total = self._total + size
-        if total > self._limits.bytes or len(earlier) >= PARTS_MAX:
-            sizes = f"{total} bytes, limit {self._limits.bytes} (`limits.bytes`)"
-            parts = f"{len(earlier) + 1} parts, limit {PARTS_MAX}"
-            raise LimitExceeded(f"dictionaries of the stream too large: {sizes}; this one: {parts}")
+        stored = self._parts.get(dictionary, [])
+        if not stored and len(self._parts) >= self._dictionaries_count:
+            known = f"its schema has {self._dictionaries_count} dictionaries"
+            raise MalformedInput(f"the stream has another dictionary with id {dictionary}; {known}")
         message = [memoryview(ipc.encapsulate(header)), body]
-        self._parts[dictionary] = [*earlier, _Part(message, size, expanded)]
+        parts = [
+            *(stored if is_delta else []),
+            _Part(message, len(header) + len(body) + expanded, expanded),
+        ]
+        total = self._total - _total_bytes(stored) + _total_bytes(parts)
+        if total > self._limits.bytes or len(parts) > PARTS_MAX:
+            sizes = f"{total} bytes, limit {self._limits.bytes} (`limits.bytes`)"
+            count = f"{len(parts)} parts, limit {PARTS_MAX}"
+            raise LimitExceeded(f"dictionaries of the stream too large: {sizes}; this one: {count}")
+        self._parts[dictionary] = parts
         self._total = total
-        self._pending += message
-        self._pending_bytes += total if is_delta else size
-        self.decoded_bytes = sum(
-            sum(part.size for part in parts) if len(parts) > 1 else parts[0].expanded
-            for parts in self._parts.values()
-        )
+        self.decoded_bytes += _decoded_bytes(parts) - _decoded_bytes(stored)
         if self._has_read or len(self._parts) >= self._dictionaries_count:
-            self._decode()
+            self._decode(message)
 
     def read(self, header: bytes, body: memoryview) -> tuple[pa.RecordBatch, pa.RecordBatch]:
         """Read a batch; also returns it with dictionaries of types that support `take`.
 
         An invalid batch raises `ArrowException`, `OSError` or `StopIteration`.
         """
-        batch = self._next([memoryview(ipc.encapsulate(header)), body])
+        batch = self._next([], [memoryview(ipc.encapsulate(header)), body])
         batch.validate()
         plain, is_plain = list(batch.columns), True
         for index, column in enumerate(batch.columns):
@@ -159,32 +156,29 @@ class BatchReader:
         pa.DictionaryArray.from_arrays(column.indices, nulls, safe=False).validate(full=True)
         return validated
 
-    def _decode(self) -> None:
-        """Decode and validate the pending dictionaries, by reading a batch without rows."""
+    def _decode(self, dictionary: list[memoryview]) -> None:
+        """Decode and validate a stored dictionary, by reading a batch without rows."""
         try:
             columns = [pa.nulls(0, field.type) for field in self._schema]
             empty = pa.RecordBatch.from_arrays(columns, schema=self._schema)
-            batch = self._next([memoryview(empty.serialize()).cast("B")])
+            batch = self._next(dictionary, [memoryview(empty.serialize()).cast("B")])
             for index in self._dictionary_columns:
                 self._validate(index, batch.column(index))
         except (pa.ArrowException, OSError, StopIteration):
             # The first batch that uses the dictionary fails with the same error.
             self._reader = None
 
-    def _next(self, message: list[memoryview]) -> pa.RecordBatch:
-        """Read a batch message, after the dictionaries that the reader has not read."""
+    def _next(self, dictionary: list[memoryview], message: list[memoryview]) -> pa.RecordBatch:
+        """Read a batch message after a new dictionary; a new reader reads all that are stored."""
         try:
             if self._reader is None:
                 parts = [part for parts in self._parts.values() for part in parts]
-                pieces = [piece for part in parts for piece in part.message]
+                dictionary = [piece for part in parts for piece in part.message]
                 self._validated.clear()
                 self._source = _Source()
                 self._source.feed([memoryview(self._schema_message)])
                 self._reader = pa.ipc.open_stream(pa.PythonFile(self._source, "r"))
-            else:
-                pieces = self._pending
-            self._pending, self._pending_bytes = [], 0
-            self._source.feed([*pieces, *message])
+            self._source.feed([*dictionary, *message])
             batch = self._reader.read_next_batch()
         except BaseException:
             # The reader's position is undefined.
@@ -192,6 +186,15 @@ class BatchReader:
             raise
         self._has_read = True
         return batch
+
+
+def _total_bytes(parts: list[_Part]) -> int:
+    return sum(part.size for part in parts)
+
+
+def _decoded_bytes(parts: list[_Part]) -> int:
+    """Memory in addition to the messages: joined deltas, or decompressed buffers."""
+    return _total_bytes(parts) if len(parts) > 1 else sum(part.expanded for part in parts)
 
 
 def address_key(array: pa.Array) -> tuple[int, ...]:

@@ -307,7 +307,7 @@ class Exchange:
         except LongMessage:
             self._admission = self._loop.create_task(self._read_and_admit(raw))
         except IskanderError as error:
-            self._reject(error)
+            self._reject(raw, error)
 
     def _update_dictionary_charge(self) -> None:
         assert self._codec is not None
@@ -341,7 +341,7 @@ class Exchange:
         except IskanderError as error:
             if self._tracer is not None and pending is not None:
                 self._trace(pending, error)
-            self._reject(error)
+            self._reject(raw, error)
         except Exception as failure:
             log.stream_failed(stage="batch admission", error=failure)
             self._end(IskanderError("the server failed to admit the batch"))
@@ -427,10 +427,14 @@ class Exchange:
         self._unwritten.append(pending)
         self._window.enter(pending.held_bytes)
 
-    def _reject(self, error: IskanderError) -> None:
-        """Put an in-band error in the window in place of its batch, or end the stream."""
+    def _reject(self, raw: Message, error: IskanderError) -> None:
+        """Put an in-band error in the window in place of its batch, or end the stream.
+
+        A dictionary has no result of its own, and the batches after it depend on it.
+        """
+        assert self._codec is not None
         detach(error)
-        if self._terms.is_in_band:
+        if self._terms.is_in_band and not self._codec.is_dictionary(raw):
             self._append(RejectedBatch(error))
             self._write_soon()
         else:

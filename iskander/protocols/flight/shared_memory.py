@@ -19,7 +19,7 @@ from iskander.memory.chunked_copy import WHOLE_BYTES
 from iskander.memory.client_segment import ClientSegment, SegmentRange
 from iskander.protocols.flight.codec import ParsedBatch, StreamCodec
 from iskander.protocols.flight.data import read_flight_data
-from iskander.protocols.flight.plan import Plan
+from iskander.protocols.flight.plan import Plan, require_limit
 
 
 class SharedCodec(StreamCodec):
@@ -46,7 +46,9 @@ class SharedCodec(StreamCodec):
         location = self._locate(raw)
         if location is None:
             return super().work_bytes(raw)
-        return 2 * min(max(location.body[1], 0), self._limits.bytes)
+        body = self._body(location)
+        require_limit("bytes", len(body), self._limits.bytes)
+        return len(body) + self._work_bytes(location.header, body)
 
     def read(self, raw: bytes | memoryview, *, is_on_loop: bool = False) -> ParsedBatch | None:
         """Parse one message; None for a dictionary. Raises as `decode`, or RegionNotFound."""
@@ -54,12 +56,19 @@ class SharedCodec(StreamCodec):
         self._latest = None
         if location is None:
             return super().read(raw, is_on_loop=is_on_loop)
+        header, body = memoryview(location.header), self._body(location)
+        return self.decode(header, body, location.app_metadata, is_on_loop=is_on_loop)
+
+    def _header(self, raw: bytes | memoryview) -> bytes | memoryview:
+        location = _body_location(raw)
+        return super()._header(raw) if location is None else location.header
+
+    def _body(self, location: BodyLocation) -> SegmentRange:
         region, (start, length) = self._region(), location.body
         if start < 0 or length < 0 or start + length > len(region):
             place = f"{length} bytes at {start} of a region of {len(region)} bytes"
             raise MalformedInput(f"the batch's body has {place}")
-        header, body = memoryview(location.header), SegmentRange(region, start, start + length)
-        return self.decode(header, body, location.app_metadata, is_on_loop=is_on_loop)
+        return SegmentRange(region, start, start + length)
 
     def _locate(self, raw: bytes | memoryview) -> BodyLocation | None:
         """The body location in a message; None for a message with a body."""

@@ -59,6 +59,20 @@ def test_sliced_batches_and_tensor_columns_are_accepted() -> None:
     assert from_batch(batch, ["t"])["t"].tolist() == ARRAYS["deep"].tolist()
 
 
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 2, 1)])
+def test_transposed_tensor_column_is_read_in_its_logical_order(axes: tuple[int, ...]) -> None:
+    array = np.arange(54).reshape(2, 3, 3, 3).transpose(axes)
+    batch = pa.record_batch({"t": pa.FixedShapeTensorArray.from_numpy_ndarray(array)})
+    assert from_batch(batch.slice(1), ["t"])["t"].tolist() == array[1:].tolist()
+
+
+def test_tensor_column_with_an_ambiguous_permutation_is_rejected() -> None:
+    array = np.arange(54).reshape(2, 3, 3, 3).transpose(0, 2, 3, 1)
+    batch = pa.record_batch({"t": pa.FixedShapeTensorArray.from_numpy_ndarray(array)})
+    with pytest.raises(ExecutionFailed, match=r"permutation \[2, 0, 1\].*contiguous"):
+        from_batch(batch, ["t"])
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

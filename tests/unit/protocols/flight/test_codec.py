@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -1267,6 +1268,47 @@ def test_bomb_in_a_dictionary_is_rejected(compression: str) -> None:
     decode_error(stream, rest, LimitExceeded)
 
 
+def declared_in_metadata(header: bytes) -> bytes:
+    """Returns the header of a zstd batch or dictionary as of Arrow 0.17.
+
+    Version V4, with the codec in the custom metadata. pyarrow writes no such dictionaries.
+    """
+    message = ipc.read_message(header)
+    changed = bytearray(header)
+    batch = message.table
+    if message.kind == ipc.DICTIONARY_BATCH:
+        batch = ipc._target_at(header, batch, ipc._DICTIONARY_DATA)
+    compression = 4 + 2 * ipc._BATCH_COMPRESSION
+    struct.pack_into(
+        "<H", changed, batch - struct.unpack_from("<i", header, batch)[0] + compression, 0
+    )
+    key, value = (
+        struct.pack("<I", len(text)) + text + bytes(4 - len(text) % 4)
+        for text in (b"ARROW:experimental_compression", b"zstd")
+    )
+    texts = key + value
+    texts += bytes(-(76 + len(texts)) % 8)
+    metadata = struct.pack("<II4HiII", 1, 12, 8, 12, 4, 8, 8, 8, 4 + len(key)) + texts
+    table = 48 + len(metadata) + message.table - 28
+    root = struct.pack("<I7H6x", 24, 14, 24, 20, 22, 4, 8, 16)
+    fields = (20, table, message.body_bytes, 8, ipc.METADATA_V5 - 1, message.kind)
+    return root + struct.pack("<iIqIhBx", *fields) + metadata + bytes(changed)
+
+
+@pytest.mark.parametrize("is_dictionary", [False, True])
+def test_compression_declared_in_custom_metadata_is_rejected(is_dictionary: bool) -> None:
+    """Its buffers would be decompressed without a check of their declared sizes."""
+    column = pa.array(np.zeros(1 << 17, np.int64))
+    if is_dictionary:
+        column = pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), column)
+    schema, (header, body), *rest = messages(batch_of(x=column), compression="zstd")
+    stream = Stream(contract_of(), schema[0])
+
+    error = decode_error(stream, [(declared_in_metadata(header), body), *rest], MalformedInput)
+
+    assert "ARROW:experimental_compression" in error.message
+
+
 def test_dictionary_input_is_limited_after_decoding() -> None:
     """Short indices of one long value exceed the limit only when decoded."""
     values = fixed_list(numbers(1000, pa.int64()), 1000)
@@ -1401,6 +1443,47 @@ def test_total_dictionary_bytes_of_a_stream_are_limited() -> None:
 
     message = decode_error(stream, deltas, LimitExceeded).message
     assert "dictionaries of the stream too large" in message and "bytes, limit 8000" in message
+
+
+def test_dictionaries_of_unknown_ids_are_rejected() -> None:
+    """A schema has as many dictionaries as columns and nested values of this type."""
+    column = pa.array(["a", "b", "a"]).dictionary_encode()
+    _, first, second, _ = messages(batch_of(x=x_of(3), d=column, e=column))
+    for columns, accepted in (({}, []), ({"d": column}, [first, first])):
+        stream = Stream(contract_of(), messages(batch_of(x=x_of(3), **columns))[0][0])
+        assert not stream.decode(accepted)
+        error = decode_error(stream, [second], MalformedInput)
+        assert f"has {len(columns)} dictionaries" in error.message
+
+
+def test_dictionaries_in_a_struct_are_replaced() -> None:
+    """Each of the two is a dictionary of the schema."""
+
+    def batch_with(*values: str) -> pa.RecordBatch:
+        column = pa.array(values).dictionary_encode()
+        return batch_of(x=x_of(2), d=pa.StructArray.from_arrays([column, column], ["a", "b"]))
+
+    schema, *rest = messages(batch_with("a", "b"), batch_with("c", "d"))
+    assert len(rest) == 6
+    stream = Stream(contract_of(), schema[0])
+
+    kept = [parsed.passthrough[0].field(1).to_pylist() for parsed in stream.decode(rest)]
+
+    assert kept == [["a", "b"], ["c", "d"]]
+
+
+def test_replaced_dictionary_is_released_before_the_first_batch() -> None:
+    """The other dictionary of the schema has not arrived, so nothing is decoded yet."""
+    column = pa.array(["a", "b", "a"]).dictionary_encode()
+    schema, first, *_ = messages(batch_of(x=x_of(3), d=column, e=column))
+    stream = Stream(contract_of(), schema[0])
+    body = np.frombuffer(first[1], np.uint8).copy()
+    reference = weakref.ref(body)
+    stream.codec.decode(memoryview(first[0]), memoryview(body), b"")
+    del body
+    assert reference() is not None
+    stream.decode([first])
+    assert reference() is None
 
 
 # Fuzzing.

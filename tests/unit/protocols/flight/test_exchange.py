@@ -5,17 +5,34 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from msgspec import structs
 from support.http2 import Peer, settings, until, window_update
 from support.input_arena import in_loop
+from support.lanes import lane_of
+from support.raw import field
 
+from iskander.arrow import ipc
 from iskander.auth.source import Source
 from iskander.config.schema import Config
-from iskander.errors import LimitExceeded
+from iskander.contract.column_types import ColumnType
+from iskander.contract.tensors import Contract, TensorSpec
+from iskander.errors import IskanderError, LimitExceeded, Overloaded
+from iskander.protocols.flight.codec import StreamCodec
+from iskander.protocols.flight.data import read_flight_data
 from iskander.protocols.flight.exchange import Exchange, RejectedBatch
+from iskander.protocols.flight.plan import Plan
+
+CONTRACT = Contract(
+    inputs=(TensorSpec("x", "x", ColumnType("int64"), ()),),
+    outputs=(TensorSpec("y", "y", ColumnType("float32"), ()),),
+    passthrough="all",
+)
 
 
 def exchange_of(call: Any) -> Exchange:
@@ -99,6 +116,58 @@ async def test_messages_of_a_response_are_sent_before_the_next_response() -> Non
 async def test_any_number_of_large_responses_is_sent() -> None:
     responses = [[bytes(17_000)] for _ in range(200)]
     assert await sent(*responses) == [response for (response,) in responses]
+
+
+@pytest.mark.parametrize("cause", ["limits.bytes", "receive memory"])
+@in_loop
+async def test_error_of_a_dictionary_ends_a_stream_with_in_band_errors(cause: str) -> None:
+    """It has no result to replace, and the batches after it would use the dictionary before it."""
+    schema, *first = frames_of("a", "b")
+    large = frames_of("a" * 2000, "b", compression=None if cause == "limits.bytes" else "zstd")
+    frames: deque[bytes | None] = deque([*first, large[1], first[1], None])
+    responses: list[bytes] = []
+
+    def refuse(_: int) -> None:
+        raise Overloaded("receive memory exhausted")
+
+    call: Any = SimpleNamespace(
+        metadata=(("iskander-errors", "in-band"),),
+        deadline_ns=None,
+        source=Source(),
+        has_input=True,
+        is_blocked=False,
+        receive=frames.popleft,
+        send=lambda *parts: responses.append(b"".join(parts)),
+        charge_memory=refuse,
+        release_memory=lambda _: None,
+    )
+    stream = exchange_of(call)
+    stream.target.lane = lane_of(contract=CONTRACT)
+    limits = structs.replace(Config().limits, bytes=1000 if cause == "limits.bytes" else 1 << 20)
+    stream._codec = StreamCodec(
+        Plan(bytes(read_flight_data(schema).header), CONTRACT, limits), limits
+    )
+    stream.target._models = SimpleNamespace(revision=-1)  # type: ignore[assignment]
+
+    with pytest.raises(IskanderError, match=cause):
+        await stream.run()
+
+    kinds = [ipc.read_message(read_flight_data(each).header).kind for each in responses]
+    assert kinds == [ipc.DICTIONARY_BATCH, ipc.RECORD_BATCH]
+
+
+def frames_of(*values: str, compression: str | None = None) -> list[bytes]:
+    """Returns the messages of a batch without rows: schema, dictionary, batch."""
+    column = pa.DictionaryArray.from_arrays(pa.array([], pa.int8()), pa.array(values))
+    batch = pa.record_batch({"x": pa.array([], pa.int64()), "d": column})
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    return [
+        field(2, bytes(message.metadata)) + field(1000, bytes(message.body or b""))
+        for message in pa.ipc.MessageReader.open_stream(sink.getvalue())
+    ]
 
 
 async def sent(*responses: list[bytes]) -> list[bytes]:
