@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 import pyarrow as pa
 
+from iskander import clock
 from iskander.client.cancellation import OpenCalls
 from iskander.client.connection import (
     CALL_TIMEOUT_S,
@@ -36,6 +37,7 @@ from iskander.client.resume import (
     Window,
     WindowFeed,
     resumable,
+    shorten_deadline,
 )
 from iskander.client.retry import (
     OFF,
@@ -449,16 +451,23 @@ class Client:
     def _score_one(
         self, path: list[str], batch: pa.RecordBatch, terms: Mapping[str, Any], deadline: Deadline
     ) -> pa.RecordBatch:
-        headers = _headers(terms)
+        began_ns, sent = clock.now_ns(), itertools.count()
+
+        def left_terms() -> Mapping[str, Any]:
+            if not next(sent):
+                return terms
+            waited_ms = (clock.now_ns() - began_ns) / clock.NS_PER_MS
+            return shorten_deadline(terms, None, waited_ms) or {}
 
         def score(connection: Connection, left_s: float | None) -> pa.RecordBatch | None:
             if connection.may_share(batch):
                 return None
-            return connection.score(path, batch, headers, left_s)
+            return connection.score(path, batch, _headers(left_terms()), left_s)
 
         result = self._call(score, batch.num_rows, deadline)
         if result is None:
-            (result,) = self._stream(path, [batch], terms, headers, deadline, resume=True)
+            left = left_terms()
+            (result,) = self._stream(path, [batch], left, _headers(left), deadline, resume=True)
         return result
 
     def _call(

@@ -31,7 +31,6 @@ from iskander.errors import (
     ConfigError,
     DeadlineExceeded,
     IskanderError,
-    NotReady,
     ProtocolError,
     RegionNotFound,
     Unauthenticated,
@@ -301,8 +300,8 @@ class Connection:
             return feeder.error
         named = self._named(error, detail)
         if lease is not None and isinstance(named, RegionNotFound):
-            lease.is_usable = False
-            return NotReady(_REGION_GONE)
+            self._sharing.discard(lease)
+            return RegionNotFound(_REGION_GONE)
         return named
 
     def _named(self, error: Exception, detail: CallDetail | None) -> IskanderError:

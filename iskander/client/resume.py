@@ -78,7 +78,7 @@ class Window:
         items: Iterator[Item],
         deadline: Deadline,
         *,
-        deadline_ms: float | None = None,
+        deadline_ms: float | str | None = None,
         batches_max: int | None = WINDOW_BATCHES,
         bytes_max: int | None = WINDOW_BYTES,
         now_ns: Callable[[], int] = clock.now_ns,
@@ -321,20 +321,24 @@ def _require_same(earlier: pa.Schema | None, schema: pa.Schema) -> pa.Schema:
 
 
 def shorten_deadline(
-    terms: Mapping[str, Any] | None, deadline_ms: float | None, waited_ms: float
+    terms: Mapping[str, Any] | None, deadline_ms: float | str | None, waited_ms: float
 ) -> Mapping[str, Any] | None:
     """Return the terms of a batch that is sent again: its deadline does not start again.
 
     Args:
         terms: Its own terms.
-        deadline_ms: The stream's term.
+        deadline_ms: The stream's term; in a header, it may be text.
         waited_ms: Time since the caller's iterator returned it.
     """
     own_ms = None if terms is None else terms.get("deadline_ms")
     limit_ms = deadline_ms if own_ms is None else own_ms
     if limit_ms is None:
         return terms
-    return {**(terms or {}), "deadline_ms": max(limit_ms - waited_ms, 0.0)}
+    try:
+        left_ms = max(float(limit_ms) - waited_ms, 0.0)
+    except (TypeError, ValueError):  # The server rejects it.
+        return terms
+    return {**(terms or {}), "deadline_ms": left_ms}
 
 
 def _encode(terms: Mapping[str, Any] | None) -> bytes:

@@ -26,6 +26,7 @@ from iskander.errors import (
     Draining,
     DroppedFromQueue,
     IskanderError,
+    RegionNotFound,
     Unauthenticated,
 )
 
@@ -52,6 +53,8 @@ def is_retryable(error: BaseException) -> bool:
     """Whether the same call may succeed later, or on another gateway."""
     if isinstance(error, Unauthenticated):
         return error.has_new_token
+    if isinstance(error, RegionNotFound):  # The next attempt uses another region, or none.
+        return True
     if isinstance(error, _SCHEDULED):
         return False
     return isinstance(error, IskanderError) and error.retryable

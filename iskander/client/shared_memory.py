@@ -68,8 +68,12 @@ class RegionPool:
 
     def close(self) -> None:
         """Close idle regions now, and others at the end of their streams."""
+        self._is_closed = True
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Close idle regions."""
         with self._lock:
-            self._is_closed = True
             idle, self._idle = self._idle, []
         for region in idle:
             region.close()

@@ -101,6 +101,20 @@ class Sharing:
             self._switch_off(is_final=isinstance(error, _NOT_OFFERED))
             return None
 
+    def discard(self, lease: RegionLease) -> None:
+        """Close the region of a lease, which the server does not have, and all idle ones.
+
+        The others are probably of the same process. Unless regions are required, the next streams
+        use the connection: a proxy may send each call to another process.
+        """
+        lease.is_usable = False
+        with self._lock:
+            pool = self._pool
+        if pool is not None:
+            pool.close_idle()
+        if not self._is_required:
+            self._switch_off(is_final=False)
+
     def close(self) -> None:
         """Release the idle regions now, and the others at the end of their streams."""
         with self._lock:

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from iskander.client.flight_errors import FLIGHT_ERRORS
 from iskander.client.resume import CallEndedError, WindowFeed
+from iskander.errors import ProtocolError
 
 if TYPE_CHECKING:
     from iskander.client.shared_memory import Region
@@ -83,7 +84,13 @@ class StreamWriter(threading.Thread):
                 self._writer.write_batch(batch)
 
     def on_result(self) -> None:
-        """Free the shared memory of the oldest batch, if it used any."""
+        """Free the shared memory of the oldest batch, if it used any.
+
+        Raises:
+            ProtocolError: No batch is without a result.
+        """
+        if not self._is_shared:
+            raise ProtocolError("the server sent more results than it received batches")
         if self._is_shared.popleft():
             assert self._region is not None
             self._region.free()

@@ -278,8 +278,8 @@ class Targets:
         return self._wait_s()
 
     def _probe(self, target: Target) -> None:
-        lease = Lease(target, 0, self.release)
         with self._changed:
+            lease = Lease(target, 0, self.release)
             lease.opened.leases.add(lease)
         is_ready = False
         # The caller's token function may raise anything; the next call raises it to the caller.
@@ -307,11 +307,14 @@ class Targets:
     def _update(self, addresses: Sequence[Address]) -> None:
         """Add new targets, and retire those that are not listed any more."""
         known = {target.address: target for target in self._targets}
-        targets = [known.get(each) or self._target(each) for each in addresses]
+        added = {each: self._target(each) for each in addresses if each not in known}
         with self._changed:
-            self._targets = targets
-        for address in known.keys() - set(addresses):
-            self._retire(known[address].opened)
+            is_closed = self._is_closed  # The lookup may have ended after `close`.
+            if not is_closed:
+                self._targets = [known.get(each) or added[each] for each in addresses]
+        removed = [known[each] for each in known.keys() - set(addresses)]
+        for target in added.values() if is_closed else removed:
+            self._retire(target.opened)
 
     def _retire(self, opened: Opened) -> None:
         """Close a connection now, or with its last lease."""

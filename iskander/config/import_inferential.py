@@ -47,6 +47,11 @@ DEFAULTS = {
     "scheduling.overflow_policy": "drop_oldest",
     "clients.defaults.latency_budget_ms": 50,
 }
+BATCH_DEFAULTS = {
+    "scheduling.batch_optimized.max_batch_size": 8,
+    "scheduling.batch_optimized.max_wait_ms": 10.0,
+}
+"""Of the strategy `batch_optimized` only."""
 SAME = {
     "transport.bind": ("inferential", "address"),
     "scheduling.strategy": ("lanes", "policy"),
@@ -129,6 +134,8 @@ def import_inferential(raw: dict[str, Any], is_address: Callable[[str], bool]) -
         ConfigError: A setting has an invalid value.
     """
     values = DEFAULTS | dict(_leaves(raw))
+    if values["scheduling.strategy"] == "batch_optimized":
+        values = BATCH_DEFAULTS | values
     models = (raw.get("models") or {}).get("known") or ()
     unnamed = [model for model in models if not _is_name(model)]
     imported = Imported(

@@ -494,7 +494,7 @@ class Server:
         return True
 
     def _has_work(self) -> bool:
-        is_open = self._flight.has_work or self._submitter.calls or self._inferential.has_work
+        is_open = self._flight.has_work or self._submitter.calls or self._inferential.busy_sessions
         return bool(is_open or self._dispatcher.in_flight or self._queued() or self._unsent())
 
     def _unsent(self) -> int:
@@ -508,7 +508,8 @@ class Server:
             f"{len(self._flight.exchanges)} streams, {len(self._submitter.calls)} calls, "
             f"{self._queued()} requests in queues, "
             f"{self._dispatcher.in_flight} batches in flight, "
-            f"{self._unsent()} connections with unread responses"
+            f"{self._unsent()} connections with unread responses, "
+            f"{self._inferential.busy_sessions} Inferential clients with work"
         )
 
     async def _stop_listeners(self, grace_s: float) -> None:

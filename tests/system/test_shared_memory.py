@@ -20,8 +20,8 @@ from support.dealt import client_of
 from support.processes import MIB, Gateway, eventually, running, shared_mappings
 
 from iskander.auth.tokens import add_token
-from iskander.client import OFF, Client
-from iskander.client.shared_memory import Region, RegionPool
+from iskander.client import OFF, Client, Retry
+from iskander.client.shared_memory import IDLE_REGIONS_MAX, Region, RegionPool
 from iskander.client.sharing import WORTH_BYTES, Sharing
 from iskander.control.shared_regions import REGION_HEADER, BodyLocation, encode, read_body_location
 from iskander.errors import (
@@ -30,6 +30,7 @@ from iskander.errors import (
     LimitExceeded,
     NotReady,
     Overloaded,
+    RegionNotFound,
     Unauthenticated,
     Unsupported,
 )
@@ -413,10 +414,28 @@ def test_region_of_another_process_is_discarded(tmp_path: Path) -> None:
         (own,) = pools[1]._idle
         own.close()
         pools[0]._idle, pools[1]._idle = [], pools[0]._idle
-        with pytest.raises(NotReady, match="another answers") as caught:
+        with pytest.raises(RegionNotFound, match="another answers"):
             second.score("ids", ids(1))
-        assert caught.value.retryable
         assert second.score("ids", ids(2)).column("y").to_pylist() == expected(2)
+
+
+def test_connection_is_used_in_place_of_regions_of_another_process(tmp_path: Path) -> None:
+    with (
+        running_with_regions(tmp_path, server={"processes": 2}) as gateway,
+        client_of(gateway, 0) as first,
+        client_of(gateway, 1) as second,
+    ):
+        foreign, connection = (
+            client._targets._targets[0].opened.connection for client in (first, second)
+        )
+        pool = RegionPool(foreign._ask_for_regions, MIB, is_reduced=False)
+        leases = [pool.acquire(ids(0).schema, 10.0) for _ in range(IDLE_REGIONS_MAX)]
+        for lease in leases:
+            lease.release()
+        connection._sharing = Sharing(lambda: pool, is_required=False, timeout_s=10.0)
+        second._retry = Retry(attempts=2)
+        assert second.score("ids", ids(1)).column("y").to_pylist() == expected(1)
+        assert not pool._idle
 
 
 def test_batch_with_another_schema_is_rejected_with_and_without_regions(gateway: Gateway) -> None:

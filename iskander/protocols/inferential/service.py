@@ -63,9 +63,9 @@ class InferentialService:
         )
 
     @property
-    def has_work(self) -> bool:
-        """Whether an accepted observation has no reply yet."""
-        return any(session.has_work for session in self.sessions.values())
+    def busy_sessions(self) -> int:
+        """Number of clients with an unanswered observation or an unsent reply."""
+        return sum(session.has_work for session in self.sessions.values())
 
     async def start(self) -> None:
         """Listen, if an address is configured; raises ConfigError if it is in use or invalid."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from iskander.auth.source import UNKNOWN_SOURCE, Source
@@ -109,6 +110,8 @@ class Session:
         self._failed = 0
         self.unread_bytes = 0  # Unsent results; they are charged to the receive budget.
         self._admission: asyncio.Task[None] | None = None
+        # The observation that waits for the arena, and those rejected after it.
+        self._waiting: list[_Pending | _Rejected] = []
         self._expiry: asyncio.TimerHandle | None = None
         self._expiry_ns = NEVER_NS
         self._is_write_due = self._is_lost = False
@@ -161,12 +164,12 @@ class Session:
             self._admission.cancel()
         if self._expiry is not None:
             self._expiry.cancel()
-        for replies in self._replies.values():
-            for pending in replies:
-                if isinstance(pending, _Pending):
-                    self._service.dispatcher.withdraw(pending)
-                    self._trace(pending, GONE)
-                self._service.metrics.on_unsent(self.labels)
+        for pending in chain(self._waiting, *self._replies.values()):
+            if isinstance(pending, _Pending):
+                self._service.dispatcher.withdraw(pending)
+                self._trace(pending, GONE)
+            self._service.metrics.on_unsent(self.labels)
+        self._waiting.clear()
         self._replies.clear()
         self._service.budget.release(self.unread_bytes)
         self._window = Window(self._limits)
@@ -253,25 +256,31 @@ class Session:
         if is_admitted:
             self._enter_window(pending)
             return self._service.dispatcher.submit(pending)
+        self._waiting.append(pending)
         self._admission = asyncio.get_running_loop().create_task(self._admit_later(pending))
         return self._arm_expiry()
 
     async def _admit_later(self, pending: _Pending) -> None:
+        rejection: IskanderError | None = None
         try:
             await self._service.input_arena.admit_later(pending)
             self._enter_window(pending)
             self._service.dispatcher.submit(pending)
         except IskanderError as error:
             self._trace(pending, error)
-            self._reject(pending.address, error, pending.deadline_ns)
+            rejection = error
         except Exception as failure:
             log.observation_admission_failed(error=failure)
-            self._reject(pending.address, IskanderError(INTERNAL))
-        self._admission = None
+            rejection = IskanderError(INTERNAL)
+        later, self._waiting, self._admission = self._waiting[1:], [], None
+        if rejection is not None:
+            self._reject(pending.address, rejection, pending.deadline_ns)
+        for rejected in later:
+            self._queue_failed(rejected)
         self._connection.resume()
 
     def _enter_window(self, pending: _Pending) -> None:
-        self._replies.setdefault(pending.address.model, deque()).append(pending)
+        self._queue(pending)
         self._window.enter(pending.memory_bytes)
         self._arm_expiry()
 
@@ -296,9 +305,19 @@ class Session:
             self._service.metrics.on_rejected(self.labels, address.model, error)
         else:
             rejected = _Rejected(address, error, deadline_ns)
-            self._replies.setdefault(address.model, deque()).append(rejected)
-            self._count_failed()
-            self._write_soon()
+            if self._waiting:
+                self._waiting.append(rejected)
+            else:
+                self._queue_failed(rejected)
+
+    def _queue_failed(self, rejected: _Pending | _Rejected) -> None:
+        self._queue(rejected)
+        self._count_failed()
+        self._write_soon()
+
+    def _queue(self, reply: _Pending | _Rejected) -> None:
+        """Append to the replies of its model, which are in the order of the observations."""
+        self._replies.setdefault(reply.address.model, deque()).append(reply)
 
     def _count_failed(self) -> None:
         self._failed += 1

@@ -415,6 +415,12 @@ def test_terms_without_a_deadline_stay_as_they_are() -> None:
     assert shorten_deadline(None, 8, 5.0) == {"deadline_ms": 3.0}
 
 
+def test_deadline_as_text_is_shortened_and_other_text_is_left_to_the_server() -> None:
+    assert shorten_deadline({"deadline_ms": "500"}, None, 5.0) == {"deadline_ms": 495.0}
+    assert shorten_deadline(None, "8", 5.0) == {"deadline_ms": 3.0}
+    assert shorten_deadline(None, "soon", 5.0) is None
+
+
 # ---- The window
 
 

@@ -13,8 +13,10 @@ import pytest
 
 from iskander.client import client as client_module
 from iskander.client.client import CACHED_MAX, Client
+from iskander.client.connection import Headers
 from iskander.client.slicing import ROWS_MIN
-from iskander.errors import ConfigError, ContractError, LimitExceeded
+from iskander.clock import NS_PER_MS
+from iskander.errors import ConfigError, ContractError, LimitExceeded, NotReady
 
 BFLOAT16 = {"ARROW:extension:name": "iskander.bfloat16"}
 
@@ -27,6 +29,8 @@ class Server:
         contract: Keys of the contract that differ.
         described: Keys of models whose contract was asked for.
         sent: Batches that were sent.
+        headers: Headers of each call with one batch.
+        failures: Number of calls with one batch that fail first.
         streams: Number of streams.
     """
 
@@ -35,6 +39,8 @@ class Server:
         self.contract: dict[str, Any] = {}
         self.described: list[tuple[str, str | None]] = []
         self.sent: list[pa.RecordBatch] = []
+        self.headers: list[Headers] = []
+        self.failures = 0
         self.streams = 0
 
     def describe(self) -> list[bytes]:
@@ -79,7 +85,12 @@ def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
         def may_share(self, batch: pa.RecordBatch) -> bool:
             return False
 
-        def score(self, path: list[str], batch: pa.RecordBatch, *_: Any) -> pa.RecordBatch:
+        def score(
+            self, path: list[str], batch: pa.RecordBatch, headers: Headers, *_: Any
+        ) -> pa.RecordBatch:
+            server.headers.append(headers)
+            if len(server.headers) <= server.failures:
+                raise NotReady("no workers")
             return server.result(batch)
 
         def exchange(self, path: list[str], feed: Any, *_: Any) -> Iterator[pa.RecordBatch]:
@@ -303,6 +314,19 @@ def test_first_result_of_a_live_reader_does_not_wait_for_the_second_batch(
 def test_small_reader_is_one_call(client: Client, server: Server) -> None:
     client.score("m", pa.table({"x": [1, 2]}).to_reader()).read_all()
     assert (server.streams, len(server.sent)) == (0, 1)
+
+
+def test_deadline_of_one_batch_does_not_start_again_with_a_retry(
+    client: Client, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.failures = 2
+    now = iter([0, 30 * NS_PER_MS, 70 * NS_PER_MS])
+    client.model("m")
+    monkeypatch.setattr(client._calls, "pause", lambda _: None)
+    monkeypatch.setattr(client_module.clock, "now_ns", now.__next__)
+    client.score("m", pa.record_batch({"x": [1]}), terms={"deadline_ms": "50"})
+    name = b"iskander-deadline-ms"
+    assert server.headers == [[(name, b"50")], [(name, b"20.0")], [(name, b"0.0")]]
 
 
 # ---- Arguments

@@ -206,6 +206,22 @@ def test_failure_leaves_the_regions_of_other_streams(world: World) -> None:
     assert acquire(sharing).region is lease.region
 
 
+@pytest.mark.parametrize("is_required", [False, True], ids=["automatic", "required"])
+def test_region_that_the_server_does_not_have_is_discarded_with_the_idle_ones(
+    world: World, is_required: bool
+) -> None:
+    sharing = world.sharing(is_required=is_required)
+    lost, *others = [acquire(sharing) for _ in range(4)]
+    for lease in others:
+        lease.release()
+    sharing.discard(lost)
+    lost.release()
+    assert all(region.is_closed for region in FakeRegion.made)
+    assert sharing.is_suitable(LARGE) == is_required
+    world.ns += int(AGAIN_S * NS_PER_S)
+    assert not acquire(sharing).region.is_closed
+
+
 @pytest.mark.parametrize("error", [Unsupported("x"), ConnectionFailed("x"), OSError("refused")])
 def test_required_region_that_is_not_available_is_an_error(world: World, error: Exception) -> None:
     sharing = world.sharing(is_required=True)

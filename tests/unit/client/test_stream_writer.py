@@ -12,6 +12,7 @@ import pytest
 from iskander.client.resume import Window
 from iskander.client.retry import Deadline
 from iskander.client.stream_writer import StreamWriter
+from iskander.errors import ProtocolError
 
 JOIN_S = 10.0
 
@@ -31,6 +32,18 @@ class Call:
 
     def cancel(self) -> None:
         self.is_cancelled = True
+
+
+def test_more_results_than_batches_are_a_protocol_error() -> None:
+    call = Call()
+    window = Window(iter([pa.record_batch({"x": [1]})]), Deadline(None))
+    rest = window.restart()
+    writer = StreamWriter(call, call, next(rest), rest, None)
+    writer.start()
+    writer.join(JOIN_S)
+    writer.on_result()
+    with pytest.raises(ProtocolError, match="more results"):
+        writer.on_result()
 
 
 @pytest.mark.parametrize(

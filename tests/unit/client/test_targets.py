@@ -438,6 +438,17 @@ def test_later_lookup_adds_and_removes_targets(world: World) -> None:
     assert removed.is_closed
 
 
+def test_lookup_that_ends_after_close_leaves_no_open_connection(world: World) -> None:
+    world.names["node.test"] = ["10.0.0.1"]
+    targets = world.targets("node.test:5", is_resolved=True)
+    addresses = [Address("10.0.0.1:5", "node.test"), Address("10.0.0.2:5", "node.test")]
+    targets.close()
+    targets._update(addresses)
+    assert len(world.opened) == 2
+    assert all(each.is_closed for each in world.opened)
+    assert len(targets) == 1
+
+
 def test_lookup_with_a_tls_file_that_cannot_be_read_keeps_the_targets(world: World) -> None:
     world.names["node.test"] = ["10.0.0.1"]
     targets = world.targets("node.test:5", is_resolved=True, age_s=1000.0)

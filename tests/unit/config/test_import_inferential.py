@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from inferential.config import InferentialConfig
 
 from iskander.config.import_inferential import (
+    BATCH_DEFAULTS,
     DEFAULTS,
     DROPPED,
     FILE_BYTES_MAX,
@@ -102,6 +103,26 @@ def test_omitted_settings_have_the_inferential_defaults(tmp_path: Path) -> None:
     assert lanes["patience_ms"] == inferential_defaults.clients.defaults.latency_budget_ms
     address = import_text(tmp_path, "{}").sections["inferential"]["address"]
     assert address == inferential_defaults.transport.bind
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "linger_us"),
+    [
+        ("{strategy: batch_optimized}", [8], 10_000),
+        ("{strategy: batch_optimized, batch_optimized: {max_batch_size: 16}}", [16], 10_000),
+        ("{strategy: batch_optimized, batch_optimized: {max_wait_ms: 2.5}}", [8], 2500),
+        ("{strategy: round_robin}", None, None),
+    ],
+)
+def test_batch_strategy_has_the_inferential_defaults(
+    tmp_path: Path, given: str, rows: list[int] | None, linger_us: int | None
+) -> None:
+    lanes = import_text(tmp_path, f"scheduling: {given}").sections["lanes"]
+    assert (lanes.get("preferred_batch_rows"), lanes.get("linger_us")) == (rows, linger_us)
+    inferential_defaults = InferentialConfig().scheduling.batch_optimized.model_dump()
+    assert inferential_defaults == {
+        path.rpartition(".")[2]: value for path, value in BATCH_DEFAULTS.items()
+    }
 
 
 def test_every_inferential_setting_is_imported_or_has_a_reason(tmp_path: Path) -> None:
