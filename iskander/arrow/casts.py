@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from iskander.contract.bfloat16 import round_to_bfloat16
 from iskander.errors import ContractError
 
 UNIT_NS = dict(ns=1, us=10**3, ms=10**6, s=10**9, m=60 * 10**9, h=3600 * 10**9, d=86_400 * 10**9)
 BFLOAT16 = "bfloat16"
-BFLOAT16_NAN = 0x7FC0
 FLOAT64_EXACT = 1 << 53
 BFLOAT16_EXACT = 256
 """Integers up to this value are exact in every float type."""
@@ -60,7 +60,7 @@ def cast(values: Values, dtype_name: str, location: ValueLocation) -> np.ndarray
         return data
     source_kind = data.dtype.kind
     with np.errstate(over="ignore", invalid="ignore"):
-        result = _to_bfloat16(data.astype(np.float32)) if is_bf16_target else data.astype(dtype)
+        result = round_to_bfloat16(data) if is_bf16_target else data.astype(dtype)
         decoded = _from_bfloat16(result) if is_bf16_target else result
         if source_kind == "b":
             return result
@@ -112,7 +112,7 @@ def rescale(
 def constant(value: float | str, dtype_name: str) -> np.generic:
     """Convert a fill or padding value to an element of a type."""
     if dtype_name == BFLOAT16:
-        return np.uint16(_to_bfloat16(np.array([value], np.float32))[0])
+        return np.uint16(round_to_bfloat16(np.array([value]))[0])
     element: np.generic = np.dtype(dtype_name).type(value)
     return element
 
@@ -165,10 +165,3 @@ def _differs(data: np.ndarray, floats: np.ndarray) -> np.ndarray:
 
 def _from_bfloat16(data: np.ndarray) -> np.ndarray:
     return (data.astype(np.uint32) << 16).view(np.float32)
-
-
-def _to_bfloat16(data: np.ndarray) -> np.ndarray:
-    """Round to nearest, ties to even; NaN stays NaN."""
-    bits = np.ascontiguousarray(data, np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(data), np.uint32(BFLOAT16_NAN), rounded).astype(np.uint16)

@@ -15,7 +15,9 @@ def can_group(arrow: pa.DataType) -> bool:
         arrow = arrow.value_type
     is_text = pa.types.is_string(arrow) or pa.types.is_large_string(arrow)
     is_bytes = pa.types.is_binary(arrow) or pa.types.is_large_binary(arrow)
-    return bool(is_text or is_bytes or pa.types.is_primitive(arrow))
+    # pyarrow has no dictionary of float16 values.
+    is_number = pa.types.is_primitive(arrow) and not pa.types.is_float16(arrow)
+    return bool(is_text or is_bytes or is_number)
 
 
 def ranks(values: np.ndarray, groups: pa.Array | None, order: str) -> np.ndarray:

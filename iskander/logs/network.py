@@ -89,6 +89,15 @@ def connections_aborted(*, count: int) -> str:
     return f"connections aborted: {count} still open after the drain"
 
 
+@http2.error()
+def grpc_connection_failed(*, error: BaseException) -> str:
+    """A gRPC connection raised an exception and is closed.
+
+    Do: Report a bug with the traceback.
+    """
+    return "gRPC connection failed"
+
+
 @http1.error()
 def http_connection_failed(*, error: BaseException) -> str:
     """An HTTP/1.1 connection raised an exception and is closed.

@@ -53,9 +53,9 @@ class ArrayBatch:
 
     def run(self, run: Run) -> None:
         """Compute the batch; raise `ExecutionFailed` if an output differs from the contract."""
-        arrays = self._read()
+        names = [spec.tensor for spec in self.outputs.specs]
         try:
-            self._write(self.compute(arrays, [spec.tensor for spec in self.outputs.specs], run))
+            self._write(self.compute(self._read(), names, run))
         except DATA_ERRORS as error:
             raise ExecutionFailed(
                 f"computing this batch failed: {type(error).__name__}: {error}"

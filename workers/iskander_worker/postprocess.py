@@ -86,7 +86,7 @@ def _run_steps(
 
 
 def _padded_lists(value: Any, source: Source, rows: int) -> tuple[Any, np.ndarray]:  # noqa: ANN401
-    """A sequence of tensors of different lengths padded with zeros, and the lengths."""
+    """A sequence of tensors of different lengths, padded by zeros or empty strings; the lengths."""
     if not isinstance(value, list):
         width = value.shape[1] if getattr(value, "ndim", 0) > 1 else 0
         return value, np.full(rows, width)
@@ -101,7 +101,8 @@ def _padded_lists(value: Any, source: Source, rows: int) -> tuple[Any, np.ndarra
             f"output `{source.tensor}` is a sequence of {len(value)} for {rows} rows, with entries "
             f"of {len(shapes)} shapes"
         )
-    padded = np.zeros((rows, lengths.max(), *shapes.pop()), value[0].dtype)
+    blank = "" if value[0].dtype == np.object_ else 0
+    padded = np.full((rows, lengths.max(), *shapes.pop()), blank, value[0].dtype)
     for row, each in zip(padded, value, strict=True):
         row[: len(each)] = each
     return padded, lengths
@@ -160,7 +161,7 @@ def after_steps(tensor: np.ndarray, source: Source) -> tuple[np.ndarray, np.ndar
             _require_width(tensor, source, step.select + 1, step)
             tensor = tensor[..., step.select]
         elif step.threshold is not None:
-            tensor = tensor >= step.threshold
+            tensor = _wide(tensor) >= step.threshold
         elif step.quantize is not None:
             tensor = quantize(tensor, step.quantize)
         else:
@@ -221,8 +222,12 @@ def quantize(tensor: np.ndarray, to: Quantization) -> np.ndarray:
 
 
 def _cast(tensor: np.ndarray, dtype_name: str, source: Source) -> np.ndarray:
-    result: np.ndarray = tensor.astype(BY_ARROW[dtype_name].numpy)
-    if result.dtype.kind in "iu" and tensor.dtype.kind in "iu" and (result != tensor).any():
+    with np.errstate(over="ignore"):
+        result: np.ndarray = tensor.astype(BY_ARROW[dtype_name].numpy)
+    if tensor.dtype.kind not in "iu":
+        return result
+    is_out_of_range = np.isinf(result) if result.dtype.kind == "f" else result != tensor
+    if is_out_of_range.any():
         raise ExecutionFailed(f"output `{source.tensor}` has a number out of range of {dtype_name}")
     return result
 

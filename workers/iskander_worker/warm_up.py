@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from iskander.contract.bfloat16 import round_to_bfloat16
 from iskander.contract.manifest import WarmUp
 from iskander.contract.paths import path_inside
 from iskander.contract.strings import string_lengths, string_ranges, strings_to_body
@@ -255,8 +256,7 @@ def _input(spec: TensorSpec, samples: Mapping[str, np.ndarray], rows: int, name:
 def _to_element_type(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
     """Convert to the element type of a tensor; clip integers."""
     if _is_bfloat16(spec):
-        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-        return (bits >> _BFLOAT16_SHIFT).astype(np.uint16)
+        return round_to_bfloat16(array)
     dtype = np.dtype(spec.type.dtype.numpy)
     if dtype.kind in "iu":
         array = np.clip(array, np.iinfo(dtype).min, np.iinfo(dtype).max)

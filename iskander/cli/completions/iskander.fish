@@ -233,6 +233,7 @@ complete -c iskander -n '_shtab_iskander_using score' -l unit-size -x -d 'input 
 complete -c iskander -n '_shtab_iskander_using score' -l state -xka "(__fish_complete_path (commandline -ct))" -d 'default: _iskander/NAME beside the output'
 complete -c iskander -n '_shtab_iskander_using score' -l resume -d 'require an earlier run, and continue it'
 complete -c iskander -n '_shtab_iskander_using score' -l restart -d 'delete the state of an earlier run'
+complete -c iskander -n '_shtab_iskander_using score' -l unattended -d 'for timers: run only if there is new input'
 complete -c iskander -n '_shtab_iskander_using score' -l dry-run -d 'show the plan; score one batch'
 complete -c iskander -n '_shtab_iskander_using score' -l progress -x -d 'auto, bar, plain, json or none'
 complete -c iskander -n '_shtab_iskander_using score' -l report -xka "(__fish_complete_path (commandline -ct))" -d 'report as JSON; - is stderr'

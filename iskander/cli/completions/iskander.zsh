@@ -355,6 +355,7 @@ _shtab_iskander_score_options=(
   "--state[default\: _iskander\/NAME beside the output]:FOLDER:_files"
   "--resume[require an earlier run, and continue it]"
   "--restart[delete the state of an earlier run]"
+  "--unattended[for timers\: run only if there is new input]"
   "--dry-run[show the plan\; score one batch]"
   "--progress[auto, bar, plain, json or none]:KIND:"
   "--report[report as JSON\; - is stderr]:FILE:_files"

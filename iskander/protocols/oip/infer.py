@@ -85,6 +85,7 @@ class Inference:
         self._models = models
         self._submitter = submitter
         self._requests: dict[bytes, CachedRequest] = {}
+        self._limits = submitter.limits  # Of the cached requests.
         self._layouts: dict[_Key, _Layout] = {}
 
     async def answer(
@@ -195,6 +196,9 @@ class Inference:
 
     def _parse(self, head: bytes) -> CachedRequest:
         """Parse a request, or return the cached one."""
+        if self._limits is not self._submitter.limits:
+            self._limits = self._submitter.limits
+            self._requests.clear()
         cached = self._requests.get(head)
         if cached is None:
             cached = CachedRequest(read_head(head, self._submitter.limits.columns))

@@ -17,7 +17,7 @@ from iskander.auth.grants import FULL_GRANT, Grant
 from iskander.auth.origin import Origin
 from iskander.auth.source import Source
 from iskander.clock import NS_PER_S, now_ns
-from iskander.errors import Overloaded
+from iskander.errors import Cancelled, Overloaded
 from iskander.transport.http2 import frames
 from iskander.transport.http2 import response_headers as headers
 from iskander.transport.http2.call_receiver import CallReceiver, Message
@@ -131,7 +131,14 @@ class Call(CallReceiver):
         self._enqueue(len(text), (memoryview(text),))
 
     def charge_memory(self, size: int) -> None:
-        """Charge memory that the handler needs to process a message; may raise `Overloaded`."""
+        """Charge memory that the handler needs to process a message.
+
+        Raises:
+            Cancelled: The call is over: nothing would release the charge.
+            Overloaded: The budget is exhausted.
+        """
+        if self.is_over:
+            raise Cancelled("the caller is gone")
         budget = self._streams.budget
         if not budget.try_charge(size):
             limit = f"limit {budget.limit_bytes:,} for all connections (`limits.receive_bytes`)"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import Draining
+from iskander.logs import network as log
 from iskander.transport.http2 import frames
 from iskander.transport.http2.call import Call
 from iskander.transport.http2.call_receiver import WINDOW_BYTES
@@ -128,7 +129,11 @@ class Connection(asyncio.BufferedProtocol):
     def take_turn(self, until_ns: int) -> bool:
         """Process remaining input until that time; return whether some is left."""
         rest, self._rest = self._rest, memoryview(b"")
-        self._process(rest, until_ns)
+        try:
+            self._process(rest, until_ns)
+        except Exception as failure:
+            log.grpc_connection_failed(error=failure)
+            self.abort()
         if self.streams.is_interrupted and not self.output.is_closed:
             return True
         self._is_waiting = False
@@ -319,7 +324,7 @@ class Connection(asyncio.BufferedProtocol):
         is_left = at < len(view)
         if not (self.streams.block_reader.is_open or (is_left and not self.streams.is_interrupted)):
             self._incomplete_ns = 0
-        elif not self._incomplete_ns:
+        elif not self._incomplete_ns or (at and not self.streams.block_reader.is_open):
             self._incomplete_ns = self._read_ns
         if is_left:
             # Waiting input is a copy already; other input is in the shared read buffer.

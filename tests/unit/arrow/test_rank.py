@@ -84,8 +84,9 @@ def test_dictionary_groups_are_not_decoded() -> None:
     assert peak < 32 << 20
 
 
-def test_nested_types_cannot_group() -> None:
+def test_nested_types_and_float16_cannot_group() -> None:
     kinds = [pa.list_(pa.int8()), pa.struct([("a", pa.int8())]), pa.map_(pa.utf8(), pa.utf8())]
+    kinds += [pa.float16(), pa.dictionary(pa.int8(), pa.float16())]
     assert not any(map(can_group, kinds))
 
 

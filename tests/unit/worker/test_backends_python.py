@@ -171,3 +171,16 @@ def test_any_exception_of_a_model_class_is_a_model_error(tmp_path: Path) -> None
     model = python.load(spec, 1)
     with pytest.raises(ExecutionFailed, match="Panic: in predict"):
         model.compute({"x": np.ones(3, np.float32)}, ["y"], Run())
+
+
+def test_parts_may_use_the_same_memory_again() -> None:
+    buffer = np.empty(2, np.int64)
+
+    def parts() -> Any:
+        for first in (0, 2):
+            buffer[:] = (first, first + 1)
+            yield pa.record_batch({"y": pa.array(buffer)})
+
+    model = object.__new__(python.PythonModel)
+    merged = model._merged(parts(), ["y"], 4, Run())
+    assert merged["y"].tolist() == [0, 1, 2, 3]

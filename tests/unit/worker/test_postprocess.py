@@ -220,6 +220,26 @@ def test_tensors_of_different_lengths_become_lists() -> None:
         finish(entry, uneven, element="seq(tensor(float))", shape=())
 
 
+def test_strings_of_different_lengths_become_lists() -> None:
+    entry = column(type="list<utf8>", list_max=4)
+    tensors = [np.array(["a", "b"], object), np.array([], object)]
+    values, length = finish(entry, tensors, element="seq(tensor(string))", shape=())
+    assert values.tolist() == [["a", "b", "", ""], ["", "", "", ""]]
+    assert length.tolist() == [2, 0]
+
+
+def test_threshold_of_float16_is_compared_as_float32() -> None:
+    entry = column(Step(threshold=0.1), type="bool")
+    (result,) = finish(entry, np.float16([0.1]), element="tensor(float16)", shape=("N",))
+    assert result.tolist() == [False]
+
+
+def test_integer_beyond_float16_fails_the_run() -> None:
+    entry = column(Step(cast="float16"), type="float16")
+    with pytest.raises(ExecutionFailed, match="out of range of float16"):
+        finish(entry, np.array([70_000]), element="tensor(int64)", shape=("N",))
+
+
 def test_list_lengths_from_another_tensor() -> None:
     graph = Graph(
         (),

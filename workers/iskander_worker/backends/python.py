@@ -140,8 +140,11 @@ class PythonModel:
         for part in parts:
             if run.is_aborted:
                 raise Cancelled("batch cancelled: its callers are gone")
-            read.append(from_batch(part, outputs))
+            arrays = from_batch(part, outputs)
             count += len(part)  # type: ignore[arg-type]
+            if count < rows:  # The class may fill the same memory for its next part.
+                arrays = {name: array.copy() for name, array in arrays.items()}
+            read.append(arrays)
             if count > rows:
                 break
         if count != rows:

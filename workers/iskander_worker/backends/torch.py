@@ -92,9 +92,12 @@ class TorchModel:
 
     def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
         """Compute one batch, or raise `ExecutionFailed`."""
-        inputs = [self._input(name, arrays[name]) for name in self._arguments]
-        named = self._named_results(inputs)
-        return {name: _to_numpy(named[name]) for name in outputs}
+        try:
+            inputs = [self._input(name, arrays[name]) for name in self._arguments]
+            named = self._named_results(inputs)
+            return {name: _to_numpy(named[name]) for name in outputs}
+        except RuntimeError as error:  # Of a copy: no memory, or a tensor without an array.
+            raise ExecutionFailed(error_text(error)) from None
 
     def close(self) -> None:
         """Release the program."""

@@ -15,7 +15,14 @@ from iskander.auth.grants import FULL_GRANT
 from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
-from iskander.errors import ContractError, IskanderError, MalformedInput, ModelNotFound, Overloaded
+from iskander.errors import (
+    ContractError,
+    IskanderError,
+    LimitExceeded,
+    MalformedInput,
+    ModelNotFound,
+    Overloaded,
+)
 from iskander.protocols.oip import infer as oip_infer
 from iskander.protocols.oip.infer import REMEMBERED_MAX, Inference
 from iskander.protocols.oip.wire import scan
@@ -289,3 +296,14 @@ async def test_small_contents_are_not_charged() -> None:
     harness = Harness(memory=0)
     await harness.infer_once()
     assert harness.submitter.submitted and not harness.call.charges
+
+
+@in_loop
+async def test_limits_of_a_reload_apply_to_a_known_request() -> None:
+    harness = Harness()
+    await harness.infer_once()
+    harness.submitter.limits = LimitsConfig(rows=2)
+    with pytest.raises(LimitExceeded, match="rows"):
+        await harness.infer_once()
+    harness.submitter.limits = LimitsConfig()
+    await harness.infer_once()

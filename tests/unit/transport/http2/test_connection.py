@@ -45,7 +45,7 @@ from support.input_arena import in_loop, turns
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import TimeoutsConfig
-from iskander.errors import DeadlineExceeded
+from iskander.errors import Cancelled, DeadlineExceeded
 from iskander.protocols import grpc_errors, grpc_server
 from iskander.transport import turn_scheduler
 from iskander.transport.connection_listener import SCRATCH_BYTES
@@ -921,6 +921,57 @@ async def test_incomplete_frame_closes_the_connection_after_a_timeout() -> None:
         peer.connection.enforce_timeouts(now + HEADERS_NS + NS_PER_S)
         assert peer.goaway_code == client.ENHANCE_YOUR_CALM
         assert peer.host.ended == ["headers_timeout"]
+
+
+@in_loop
+async def test_timeout_of_an_incomplete_frame_begins_with_the_frame() -> None:
+    """Each read ends inside a frame, and completes the one before."""
+    peer = Peer()
+    first, rest = ping()[:3], ping()[3:] + ping()[:3]
+    peer.feed(first)
+    peer.connection._incomplete_ns -= HEADERS_NS
+    peer.feed(rest)
+    peer.connection.enforce_timeouts(now_ns() + NS_PER_S)
+    assert peer.goaway_code is None
+    peer.connection.enforce_timeouts(now_ns() + HEADERS_NS + NS_PER_S)
+    assert peer.goaway_code == client.ENHANCE_YOUR_CALM
+
+
+@in_loop
+async def test_charge_after_the_end_of_a_call_is_rejected() -> None:
+    """A task that the end of the call cancels may still run a step."""
+    peer = Peer()
+    peer.open()
+    await until(lambda: peer.served)
+    (call,) = peer.served
+    call.charge_memory(1000)
+    peer.feed(rst_stream(1))
+    assert call.is_over
+    with pytest.raises(Cancelled):
+        call.charge_memory(1000)
+    assert peer.host.budget.used_bytes == 0
+
+
+@in_loop
+async def test_exception_in_a_turn_ends_only_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, healthy = Peer(calls_max=1000), Peer(calls_max=1000)
+    turns = broken.host.turns
+    raw = b"".join(client.headers(n) for n in ODD)
+    for peer in (broken, healthy):
+        peer.host.turns = turns
+        peer.connection.get_buffer(-1)[: len(raw)] = raw
+        peer.connection.buffer_updated(len(raw))
+        assert peer.transport.is_paused
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(broken.connection.streams, "on_headers", fail)
+    await until(lambda: not healthy.transport.is_paused)
+    assert broken.transport.is_closed and not healthy.transport.is_closed
+    assert "gRPC connection failed" in caplog.text
 
 
 @in_loop
