@@ -60,6 +60,15 @@ def scoring_function_failed(*, error: BaseException) -> str:
     return "a scoring function failed; its requests get the score 0"
 
 
+@policies.error("policy")
+def policy_failed(*, policy: str, error: BaseException) -> str:
+    """A scheduling policy of an installed package raised an exception; logged once.
+
+    Do: Correct the policy; the traceback has the cause.
+    """
+    return f"policy `{policy}` failed; requests without a rank run by arrival"
+
+
 @metrics.error("metric")
 def metric_callback_failed(*, metric: str, error: BaseException) -> str:
     """A callback of an embedding program raised an exception; logged once.

@@ -121,7 +121,7 @@ def worker_registration_rejected(*, reason: str) -> str:
 
 @supervisor.error("worker")
 def worker_send_failed(*, worker: int, error: BaseException) -> str:
-    """A batch could not be sent to a worker; the worker is ended and the batch is retried.
+    """A message could not be sent to a worker, which is ended; its batches are retried.
 
     Do: Nothing, unless it repeats; then report a bug.
     """

@@ -214,7 +214,8 @@ class _Draft:
     ) -> Reason | None:
         """Add requests in queue order, and those too late to `doomed`.
 
-        A slice of a large request runs alone. Returns the reason for closing; None: it can grow.
+        A slice of a large request runs alone; a request whose terms say that it runs alone has no
+        slices. Returns the reason for closing; None: it can grow.
         """
         skipped = 0
         for request in queue:
@@ -229,6 +230,7 @@ class _Draft:
                 return reason
             self.is_sliced = (
                 request.todo[0][1] > slice_max
+                and not request.terms.is_alone
                 and brief is not None
                 and brief.has_other(request.terms.source, now_ns)
             )

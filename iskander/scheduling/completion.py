@@ -36,15 +36,22 @@ class RequestCompletion:
         self.finish(request)
 
     def fail_or_retry(self, request: Request, error: IskanderError | None) -> None:
-        """Fail a request whose rows came back without results; without an error, retry it."""
+        """Fail a request whose rows came back without results; without an error, retry it.
+
+        Nothing is retried during a quarantine, which a lost worker begins before this call.
+        """
+        lane = request.lane
         if request.is_over:
             self.release(request)
-        elif error is None:
-            request.lane.counts["retried"] += 1
-            request.lane.put_back(request, now_ns())
+            return
+        if error is None and lane.quarantine is not None:
+            error = lane.quarantine_error()
+        if error is None:
+            lane.counts["retried"] += 1
+            lane.put_back(request, now_ns())
         else:
             if request.is_waiting:
-                request.lane.queue.remove(request)
+                lane.queue.remove(request)
             self.reject(request, error, "failed")
 
     def reject(self, request: Request, error: IskanderError, how: str = "refused") -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from iskander.clock import now_ns
-from iskander.control.messages import Done, Execute, Failed, Slice, encode
+from iskander.control.messages import Done, Execute, Failed, Slice, ToWorker, encode
 from iskander.errors import IskanderError, RemoteUnavailable
 from iskander.logs import requests as log
 from iskander.logs import workers as worker_log
@@ -129,15 +129,18 @@ class Dispatcher:
                     lane.queue.remove(request)
                     self._completion.reject(request, expired_error(request, now))
         reserved: set[WorkerSlot] = set()
-        while waiting:
-            lane = waiting[0] if len(waiting) == 1 else min(waiting, key=lambda e: e.virtual_ns)
-            again_ns = self._add_next_batch(lane, now, reserved, outgoing)
-            if again_ns:
-                again_ns = min(again_ns, lane.queue.next_expiry_ns)
-                wake_ns = min(wake_ns, again_ns)
-                waiting.remove(lane)
-        for worker, messages in outgoing.items():
-            self.send(worker, messages)
+        try:
+            while waiting:
+                lane = waiting[0] if len(waiting) == 1 else min(waiting, key=lambda e: e.virtual_ns)
+                again_ns = self._add_next_batch(lane, now, reserved, outgoing)
+                if again_ns:
+                    again_ns = min(again_ns, lane.queue.next_expiry_ns)
+                    wake_ns = min(wake_ns, again_ns)
+                    waiting.remove(lane)
+        finally:
+            # Workers own these batches by now, also if the next one fails.
+            for worker, messages in outgoing.items():
+                self.send(worker, messages)
         if self.shadow is not None:
             wake_ns = min(wake_ns, self.shadow.pump(now))
         self.alarm.set(wake_ns, now)
@@ -195,6 +198,7 @@ class Dispatcher:
         if self.tracer is not None:
             self.tracer.on_batch(worker, batch, failed.batch_id, now, outcome=failed.code)
         worker.output_arena.give_back(batch.output)
+        _refund(batch, now)
         error = IskanderError.from_wire(
             {
                 "code": failed.code,
@@ -206,11 +210,11 @@ class Dispatcher:
             self.on_unreachable(batch.lane, error)
         else:
             batch.lane.unreachable = 0
-        is_shared = len({part.request for part in batch.parts}) > 1
-        for request in undo_parts(batch.parts):
-            self._completion.fail_or_retry(
-                request, after_failure(request, error, is_shared=is_shared)
-            )
+        requests = undo_parts(batch.parts)
+        hops = max(request.terms.hops for request in requests)
+        for request in requests:
+            failure = after_failure(request, error, is_shared=len(requests) > 1, hops=hops)
+            self._completion.fail_or_retry(request, failure)
 
     def on_lost(self, worker: WorkerSlot) -> None:
         """Retry or reject an ended worker's requests."""
@@ -230,6 +234,7 @@ class Dispatcher:
                 continue
             if self.tracer is not None:
                 self.tracer.on_batch(worker, batch, batch_id, now_ns(), outcome=LOST)
+            _refund(batch, now_ns())
             for request in undo_parts(batch.parts):
                 error = after_loss(request, was_running=batch_id == running_id)
                 if error is not None and not request.is_over:
@@ -262,9 +267,12 @@ class Dispatcher:
         """
         if not lane.queue.requests:
             return NEVER_NS
+        full: list[WorkerSlot] = []
         for worker in _available_workers(lane, reserved):
             formed = lane.form(worker, now, self._brief)
             if formed.doomed:
+                if max(lane.backlog(now).free_ns, now) < worker.busy_until_ns:
+                    continue  # Another worker, without a credit now, is free earlier.
                 for request in formed.doomed:
                     lane.queue.remove(request)
                     self._completion.reject(request, doomed_error(request, now))
@@ -280,6 +288,10 @@ class Dispatcher:
             if execute is not None:
                 outgoing.setdefault(worker, []).append(execute)
                 return 0
+            if worker.in_flight or any(owner is worker for owner, _ in self._copies):
+                full.append(worker)
+        # Otherwise batches of other lanes would take the space as it becomes free, without end.
+        reserved.update(full)
         return NEVER_NS
 
     def _assemble(self, lane: Lane, worker: WorkerSlot, formed: Formed, now: int) -> Execute | None:
@@ -336,8 +348,8 @@ class Dispatcher:
         worker.in_flight[self._batch_id] = batch
         return self._batch_id
 
-    def send(self, worker: WorkerSlot, messages: list[Execute]) -> None:
-        """Send batches to a worker, or end it so that they run elsewhere."""
+    def send(self, worker: WorkerSlot, messages: Sequence[ToWorker]) -> None:
+        """Send messages to a worker, or end it so that its batches run elsewhere."""
         assert worker.channel is not None
         try:
             worker.channel.send(encode(messages))
@@ -414,6 +426,13 @@ class Dispatcher:
         finally:
             if self._copies:
                 self._loop.call_soon(self._continue_copy)
+
+
+def _refund(batch: InFlightBatch, now: int) -> None:
+    """Charge a batch without results to its lane for no longer than since it was sent."""
+    unused_ns = batch.expected_ns - (now - batch.sent_ns)
+    if unused_ns > 0:
+        batch.lane.virtual_ns -= unused_ns / batch.lane.config.weight
 
 
 def _step(steps: Iterator[None]) -> bool:

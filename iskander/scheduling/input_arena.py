@@ -312,8 +312,8 @@ class InputArena:
     def _grant_leases(self) -> None:
         """Grant leases to waiting sources round-robin, to each in order of arrival.
 
-        A large request without enough memory blocks large ones of other sources; otherwise it would
-        starve.
+        A large request whose source holds nothing blocks those of other sources; otherwise it would
+        starve. A source that holds leases gets memory back without that.
         """
         is_large_blocked = False
         is_progress = bool(self._waiting)
@@ -323,11 +323,11 @@ class InputArena:
                 input_bytes, future = entries[0]
                 is_large = not self._is_small(input_bytes)
                 if not future.cancelled():
-                    if (is_large and is_large_blocked) or not self._may_lease(source, input_bytes):
+                    if is_large and is_large_blocked:
                         continue
                     lease = self._lease(source, input_bytes)
                     if lease is None:
-                        is_large_blocked |= is_large
+                        is_large_blocked |= is_large and source not in self._leased
                         continue
                     future.set_result(lease)
                 is_progress = True

@@ -262,6 +262,56 @@ class ScoredPolicy(Fifo):
         return request.arrived_ns - int(score * self._point_ns)
 
 
+class GuardedPolicy:
+    """An installed policy, whose exceptions lose no request.
+
+    A request ranks by arrival if the policy fails to rank it, or not with a finite number.
+    """
+
+    def __init__(self, name: str, policy: Policy) -> None:
+        self.linger_ns = policy.linger_ns
+        self.is_fair = bool(getattr(policy, "is_fair", False))
+        self._name = name
+        self._rank: Callable[[Request, int], Any] = policy.rank
+        self._on_put: Callable[[Request], None] = policy.on_put
+        self._on_taken: Callable[[Request], None] = policy.on_taken
+        self._on_left: Callable[[Request], None] = policy.on_left
+        self._has_failed = False
+
+    def rank(self, request: Request, period_ns: int) -> float:
+        """Rank by the policy."""
+        try:
+            rank = float(self._rank(request, period_ns))
+        except Exception as error:
+            self._note(error)
+            return request.arrived_ns
+        return rank if isfinite(rank) else request.arrived_ns
+
+    def on_put(self, request: Request) -> None:
+        """Call the policy."""
+        self._call(self._on_put, request)
+
+    def on_taken(self, request: Request) -> None:
+        """Call the policy."""
+        self._call(self._on_taken, request)
+
+    def on_left(self, request: Request) -> None:
+        """Call the policy."""
+        self._call(self._on_left, request)
+
+    def _call(self, handle: Callable[[Request], None], request: Request) -> None:
+        try:
+            handle(request)
+        except Exception as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        """Log the first exception."""
+        if not self._has_failed:
+            log.policy_failed(policy=self._name, error=error)
+        self._has_failed = True
+
+
 POLICIES: dict[str, Callable[[LaneConfig], Policy]] = {
     "deadline_aware": DeadlineAware,
     "model_deadline": ModelDeadline,
@@ -291,16 +341,14 @@ def make_policy(config: LaneConfig) -> Policy:
         ConfigError: No policy of that name is built in or installed.
     """
     make = POLICIES.get(config.policy)
-    if make is None:
-        installed = entry_points(group=ENTRY_POINTS)
-        if config.policy not in installed.names:
-            known = ", ".join([*POLICIES, *sorted(installed.names)])
-            raise ConfigError(
-                f'unknown policy: lanes.policy = "{config.policy}"; available: {known}'
-            )
-        make = installed[config.policy].load()
-    policy: Policy = make(config)
-    return policy
+    if make is not None:
+        return make(config)
+    installed = entry_points(group=ENTRY_POINTS)
+    if config.policy not in installed.names:
+        known = ", ".join([*POLICIES, *sorted(installed.names)])
+        raise ConfigError(f'unknown policy: lanes.policy = "{config.policy}"; available: {known}')
+    policy: Policy = installed[config.policy].load()(config)
+    return GuardedPolicy(config.policy, policy)
 
 
 def steps_share(steps_remaining: int | None) -> float:

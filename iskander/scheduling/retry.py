@@ -48,13 +48,15 @@ LOSSES_MAX: Final = 8
 
 
 def after_failure(
-    request: Request, error: IskanderError, *, is_shared: bool
+    request: Request, error: IskanderError, *, is_shared: bool, hops: int = 0
 ) -> IskanderError | None:
     """The error of a request whose batch failed; None: retry it alone.
 
-    If the batch `is_shared` with other requests, the error may concern their rows.
+    If the batch `is_shared` with other requests, the error may concern their rows, or the `hops` of
+    the batch, the most of its requests.
     """
-    if is_shared and not isinstance(error, ROW_INDEPENDENT):
+    has_other_hops = isinstance(error, RemoteLoop) and request.terms.hops < hops
+    if has_other_hops or (is_shared and not isinstance(error, ROW_INDEPENDENT)):
         request.is_alone = True
         return None
     return error

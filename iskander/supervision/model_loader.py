@@ -15,7 +15,15 @@ from functools import partial
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.contract.tensors import require_output_space
-from iskander.control.messages import Load, Loaded, LoadFailed, LoadStep, Unload, Unloaded, encode
+from iskander.control.messages import (
+    Load,
+    Loaded,
+    LoadFailed,
+    LoadStep,
+    ToWorker,
+    Unload,
+    Unloaded,
+)
 from iskander.errors import IskanderError, ManifestError
 from iskander.logs import workers as log
 from iskander.scheduling.lane import Lane
@@ -33,6 +41,7 @@ class ModelLoader:
     """Loads models in workers with output arenas of `output_bytes`.
 
     `on_event` is called with LOADED, RECYCLE_DUE, or, after `on_load_error`, LOAD_FAILED.
+    `send` sends messages to a worker, or ends it.
     """
 
     lanes: Mapping[int, Lane]
@@ -41,6 +50,7 @@ class ModelLoader:
     freshness: FileFreshness
     on_event: Callable[[Worker, Event], None]
     on_load_error: Callable[[Worker, IskanderError], None]
+    send: Callable[[Worker, Sequence[ToWorker]], None]
 
     def load_missing(self) -> None:
         """Start the next load of every idle ready worker."""
@@ -181,10 +191,9 @@ class ModelLoader:
         return f"{gpu.description}: {why} (`gpu_memory_bytes`)" if why else ""
 
     def _load(self, worker: Worker, lane: Lane) -> None:
-        assert worker.channel is not None
         worker.loading_title = lane.title
         worker.loading_key, worker.load_started_ns = lane.model.key, now_ns()
-        worker.channel.send(encode([Load(spec_for(lane.model, worker.device))]))
+        self.send(worker, [Load(spec_for(lane.model, worker.device))])
 
     def _start_next_loads(self, worker: Worker) -> None:
         """Start the next load of this worker and of all others that are idle and ready."""
@@ -250,7 +259,7 @@ class ModelLoader:
     def _unload(self, worker: Worker, key: int) -> None:
         worker.models.discard(key)
         if worker.channel is not None:
-            worker.channel.send(encode([Unload(key)]))
+            self.send(worker, [Unload(key)])
 
     def _accept(self, worker: Worker, lane: Lane, answer: Loaded) -> None:
         worker.models.add(answer.model)

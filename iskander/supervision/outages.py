@@ -10,15 +10,16 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from iskander.clock import NS_PER_MS
-from iskander.control.messages import Probe, Probed, encode
+from iskander.control.messages import Probe, Probed, ToWorker
 from iskander.errors import IskanderError
 from iskander.logs import models as log
 from iskander.scheduling.lane import RETRY_OUTAGE_MS, Lane
+from iskander.scheduling.worker_slot import WorkerSlot
 
 FAILURES_MAX: Final = 5
 PROBE_S: Final = RETRY_OUTAGE_MS * NS_PER_MS / 1e9
@@ -30,11 +31,13 @@ class Outages:
 
     Attributes:
         on_change: Called when readiness may have changed.
+        send: Sends messages to a worker, or ends it.
     """
 
     lanes: Mapping[int, Lane]
     reject_queued: Callable[[Lane, IskanderError], None]
     on_change: Callable[[], None]
+    send: Callable[[WorkerSlot, Sequence[ToWorker]], None]
     # By lane: its timer, and the incarnation of the worker whose answer is awaited.
     _timers: dict[int, asyncio.TimerHandle] = field(default_factory=dict, init=False)
     _asked: dict[int, int] = field(default_factory=dict, init=False)
@@ -59,7 +62,9 @@ class Outages:
         lane.outage = answer.reason
         if not answer.reason:
             lane.unreachable = 0
-            self._timers.pop(answer.model).cancel()
+            timer = self._timers.pop(answer.model, None)
+            if timer is not None:  # A retired lane has none.
+                timer.cancel()
             log.model_reachable(model=lane.title)
             self.on_change()
 
@@ -86,4 +91,4 @@ class Outages:
         worker = min(lane.workers.values(), key=lambda each: len(each.in_flight), default=None)
         if worker is not None and worker.channel is not None:
             self._asked[key] = worker.incarnation
-            worker.channel.send(encode([Probe(key)]))
+            self.send(worker, [Probe(key)])

@@ -104,9 +104,10 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._timers = timers = Timers()
         lanes, on_event, is_first = models.by_key, self._on_event, member.is_first
-        capacity, reject = usable_bytes(config.arena.output_bytes), dispatcher.reject_queued
+        capacity = usable_bytes(config.arena.output_bytes)
+        send, reject = dispatcher.send, dispatcher.reject_queued
         self.loading = ModelLoader(
-            lanes, workers, capacity, models.freshness, on_event, self._on_load_error
+            lanes, workers, capacity, models.freshness, on_event, self._on_load_error, send
         )
         self._watchdog = Watchdog(
             workers,
@@ -122,7 +123,7 @@ class Supervisor:
         self._quarantines = Quarantines(
             lanes, workers, settings, is_first, self.loading, reject, on_event, self.notify_change
         )
-        self._outages = Outages(lanes, reject, self.notify_change)
+        self._outages = Outages(lanes, reject, self.notify_change, send)
         dispatcher.on_unreachable = self._outages.on_unreachable
         self.gpus = GpuHealth(workers, lanes, on_event, reject)
         on_exit = self._quarantines.on_exit
@@ -357,9 +358,8 @@ class Supervisor:
         self._no_worker_timeout.update()
 
     def _drain(self, worker: Worker) -> None:
-        assert worker.channel is not None
         self._set_timer(worker, self.config.server.drain_s, Event.TIMED_OUT)
-        worker.channel.send(messages.encode([messages.Drain(self._is_stopping)]))
+        self.dispatcher.send(worker, [messages.Drain(self._is_stopping)])
         self.loading.on_leaving(worker, is_stopping=self._is_stopping)
 
     def _detach(self, worker: Worker) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from iskander.config.schema import Config
-from iskander.control.messages import Load, Loaded, LoadFailed, decode_to_worker
+from iskander.control.messages import (
+    Load,
+    Loaded,
+    LoadFailed,
+    ToWorker,
+    decode_to_worker,
+    encode,
+)
 from iskander.errors import IskanderError
 from iskander.measurement.recent_values import RecentValues
 from iskander.repository.models import Models, configured
@@ -53,7 +60,12 @@ class Fleet:
             freshness=self.models.freshness,
             on_event=lambda worker, event: self.events.append((worker.index, event)),
             on_load_error=lambda worker, error: None,
+            send=self._send,
         )
+
+    def _send(self, worker: Worker, messages: Sequence[ToWorker]) -> None:
+        assert worker.channel is not None
+        worker.channel.send(encode(messages))
 
     def model_keys(self, index: int, kind: type = Load) -> list[int]:
         """Keys of the models in a worker's messages of a kind."""

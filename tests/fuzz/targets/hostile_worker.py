@@ -127,10 +127,11 @@ class Gateway:
         lanes = simulation.lanes
         self.models = SimpleNamespace(by_key=lanes)
         self.recycling = SimpleNamespace(check=lambda worker: None)
-        self._outages = Outages(lanes, self.dispatcher.reject_queued, self.notify_change)
+        send, reject = self.dispatcher.send, self.dispatcher.reject_queued
+        self._outages = Outages(lanes, reject, self.notify_change, send)
         self.loading = ModelLoader(
             lanes, [worker], ARENA_BYTES, SimpleNamespace(check=self._check),  # type: ignore[arg-type]
-            self._on_event, lambda worker, error: None,
+            self._on_event, lambda worker, error: None, send,
         )  # fmt: skip
         self._reader = WorkerMessageReader(self.dispatcher, self)  # type: ignore[arg-type]
 

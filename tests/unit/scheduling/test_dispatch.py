@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from support.lanes import MS, RecordingCaller, lane_of
 from support.simulation import SimulatedWorker, Simulation
 
+from iskander.config.models import LaneConfig
 from iskander.control.messages import Done, Execute, Failed, Slice
 from iskander.errors import NotReady
 from iskander.logs import requests
 from iskander.memory.arena import GRAIN_BYTES
+from iskander.scheduling.policies import POLICIES, Fifo, GuardedPolicy
 from iskander.scheduling.request import Request
 from iskander.scheduling.worker_slot import CREDITS
 
@@ -435,3 +439,78 @@ def test_idle_worker_gets_a_brief_batch_at_once(base_ns: int, first: int) -> Non
         worker.play()
         gateway.loop.run(100 * MS)
         assert sum(len(e.slices) for e in worker.ran) == 3 and gateway.is_clean()
+
+
+def test_loop_fails_only_the_request_with_its_hops(
+    gateway: Simulation, worker: SimulatedWorker
+) -> None:
+    """The batch has the most hops of its requests; the others are retried."""
+    (_, first), (_, second) = gateway.submit_rows(0, 1), gateway.submit_rows(0, 1, hops=4)
+    gateway.loop.turn()
+    gateway.dispatcher.on_failed(worker, Failed(worker.sent[0].batch_id, "remote_loop", "no"))
+    gateway.dispatcher.pump()
+    gateway.done(worker, worker.sent[1])
+
+    assert (len(first.results), first.codes) == (1, [])
+    assert (len(second.results), second.codes) == (0, ["remote_loop"])
+    assert [execute.hops for execute in worker.sent] == [4, 0] and gateway.is_clean()
+
+
+def test_request_that_is_late_on_one_worker_waits_for_another(gateway: Simulation) -> None:
+    """The worker that is free in time has no credit when the request arrives."""
+    first, second = gateway.start(), gateway.start()
+    first.cost = second.cost = lambda execute: MS
+    submit(gateway, 8, 8)
+    for worker in (first, second):
+        gateway.done(worker, worker.sent[0])
+    submit(gateway, 8, 8, 8)
+    assert (first.credits, second.credits) == (CREDITS - 2, CREDITS - 1)
+    second.busy_until_ns += 50 * MS
+    _, caller = gateway.submit_rows(0, 1, budget_ms=20.0)
+    gateway.loop.turn()
+    for execute in first.sent[1:3]:
+        gateway.done(first, execute)
+
+    assert caller.codes == [] and rows_of(first.sent[-1]) == [1]
+
+
+def faulty_policy(name: str) -> Any:
+    """A policy by arrival; its method of this name raises an exception."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("no")
+
+    fifo = Fifo(LaneConfig())
+    methods = {each: getattr(fifo, each) for each in ("rank", "on_put", "on_taken", "on_left")}
+    return SimpleNamespace(linger_ns=0, **(methods | {name: fail}))
+
+
+@pytest.mark.parametrize("name", ["rank", "on_put", "on_taken", "on_left"])
+def test_exceptions_of_an_installed_policy_lose_no_request(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(requests, "policy_failed", lambda *, policy, error: logged.append(policy))
+    guarded = GuardedPolicy("mine", faulty_policy(name))
+    monkeypatch.setitem(POLICIES, "mine", lambda config: guarded)
+    with Simulation(lane_of(0, rows_max=8, policy="mine")) as gateway:
+        worker = gateway.start()
+        submitted = submit(gateway, 8, 8, 8)
+        gateway.dispatcher.withdraw(submitted[2][0])
+        for execute in list(worker.sent):
+            gateway.done(worker, execute)
+
+        assert has_own_rows(submitted[0], 0) and has_own_rows(submitted[1], 100)
+        assert logged == ["mine"] and gateway.is_clean()
+
+
+def test_batches_before_a_failed_one_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "mine", lambda config: faulty_policy("on_taken"))
+    with Simulation(lane_of(0), lane_of(1, policy="mine")) as gateway:
+        worker = gateway.start()
+        gateway.submit_rows(0)
+        gateway.submit_rows(1)
+        with pytest.raises(ValueError, match="no"):
+            gateway.loop.turn()
+
+        assert [execute.model for execute in worker.sent] == [0]

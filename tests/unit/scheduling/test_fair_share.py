@@ -346,3 +346,16 @@ def test_brief_request_does_not_wait_for_the_rest_of_a_large_one() -> None:
     new_request = put(lane, 128, source=INNOCENT)
 
     assert lane.form(worker, 0, brief).picks == [(new_request, 128)]
+
+
+@pytest.mark.parametrize("is_retry", [False, True])
+def test_request_that_must_run_alone_is_sliced_only_in_a_retry(is_retry: bool) -> None:
+    """Else the sizes of its batches, and so the bits of its results, depend on other traffic."""
+    lane, worker = sliced_lane()
+    request = request_of(lane, 60_000, source=ATTACKER, is_alone=not is_retry)
+    request.is_alone = True
+    lane.put(request, 0)
+    brief = BriefRequests()
+    brief.note(INNOCENT, 0)
+
+    assert (lane.form(worker, 0, brief).rows == 60_000) != is_retry

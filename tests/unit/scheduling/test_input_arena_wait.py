@@ -360,3 +360,21 @@ async def test_waiting_sources_are_admitted_round_robin() -> None:
     await turns()
     assert not harness.input_arena._waiting
     harness.input_arena.close()
+
+
+@in_loop
+async def test_large_request_is_not_starved_by_those_of_other_sources() -> None:
+    """Each released piece has the size of the other request, which counts as large, too."""
+    harness = SharedArena()
+    arena = harness.input_arena.arena
+    held = [arena.lease(4 * GRAIN_BYTES) for _ in range(harness.GRAINS // 4)]
+    large, other = await harness.admit(FIRST, 7), await harness.admit(OTHER, 4)
+
+    for released, lease in enumerate(held[:3], 1):
+        assert lease is not None
+        arena.give_back(lease)
+        harness.input_arena.grant_waiting()
+        await turns()
+        assert (large.done(), other.done()) == (released >= 2, released >= 3)
+
+    harness.input_arena.close()

@@ -9,8 +9,9 @@ from support.lanes import MS, RecordingCaller, lane_of
 from support.simulation import SimulatedWorker, Simulation
 
 from iskander.control.channel import FRAME_BYTES_MAX
-from iskander.control.messages import Execute, encode
+from iskander.control.messages import Execute, Failed, encode
 from iskander.errors import DeadlineUnreachable
+from iskander.memory.arena import GRAIN_BYTES
 from iskander.scheduling.lane import Lane
 
 MANY = {"queue_requests": 1_000_000, "client_requests": 1_000_000, "ttl_ms": 0}
@@ -139,6 +140,31 @@ def test_work_on_other_workers_does_not_delay_a_lane() -> None:
         _, caller = gateway.submit_rows(2, 8)
 
         assert is_served_within(gateway, caller, 10 * MS)
+
+
+def test_lane_with_large_results_is_not_starved_by_one_with_small_ones() -> None:
+    """Its batch needs the whole output arena; each of the other lane's needs half of it."""
+    with Simulation(lane_of(0, rows_max=1024), busy_lane(1)) as gateway:
+        gateway.start(output_bytes=2 * GRAIN_BYTES).play()
+        fill(gateway, 1, until=2000)
+        gateway.loop.run(MS)
+        _, caller = gateway.submit_rows(0, 1024)
+
+        assert is_served_within(gateway, caller, 20 * MS)
+        assert len(gateway.lanes[1].queue) > 1000
+
+
+def test_batch_without_results_counts_no_longer_than_it_was_in_flight() -> None:
+    """It is cancelled after half of its expected time of 2 ms."""
+    with Simulation(busy_lane(0)) as gateway:
+        worker = start_trained_worker(gateway, 0)
+        before_ns = gateway.lanes[0].virtual_ns
+        gateway.submit_rows(0, 8)
+        gateway.loop.run(MS)
+        cancelled = Failed(worker.sent[-1].batch_id, "cancelled", "no")
+        gateway.dispatcher.on_failed(worker, cancelled)
+
+        assert gateway.lanes[0].virtual_ns - before_ns == pytest.approx(MS)
 
 
 def test_slow_first_run_does_not_cause_lasting_rejections() -> None:

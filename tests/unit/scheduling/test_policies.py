@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint, EntryPoints
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,9 +290,27 @@ def install(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
 
 
 def test_policy_of_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, mine="iskander.scheduling.policies:RoundRobin")
+    install(monkeypatch, mine="iskander.scheduling.policies:BatchOptimized")
 
-    assert isinstance(policy_of("mine"), policies.RoundRobin)
+    policy = policy_of("mine")
+
+    assert isinstance(policy, policies.GuardedPolicy)
+    assert policy.linger_ns == policies.BATCH_LINGER_NS
+
+
+@pytest.mark.parametrize("rank", [float("nan"), float("inf"), "no"])
+def test_request_with_an_invalid_rank_ranks_by_arrival(rank: Any) -> None:
+    policy: Any = policy_of("fifo")
+    installed = SimpleNamespace(
+        linger_ns=0,
+        rank=lambda request, period_ns: rank,
+        on_put=policy.on_put,
+        on_taken=policy.on_taken,
+        on_left=policy.on_left,
+    )
+    guarded = policies.GuardedPolicy("mine", installed)  # type: ignore[arg-type]
+
+    assert guarded.rank(request_of(LANE, arrived_ns=7), 0) == 7 and not guarded.is_fair
 
 
 def test_unknown_policy_is_rejected_with_the_known_names(

@@ -12,6 +12,7 @@ from iskander.errors import (
     LimitExceeded,
     RemoteAnswerInvalid,
     RemoteFailed,
+    RemoteLoop,
     RemoteRejected,
 )
 from iskander.scheduling.request import Request
@@ -65,6 +66,17 @@ def test_error_that_no_rows_cause_is_not_retried(
     error = kind("no")
     assert after_failure(request_, error, is_shared=is_shared) is error
     assert not request_.is_alone
+
+
+@pytest.mark.parametrize("hops", [0, 4])
+def test_loop_fails_only_requests_with_the_hops_of_the_batch(hops: int) -> None:
+    request = request_of(lane_of(), hops=hops)
+    error = RemoteLoop("no")
+
+    failure = after_failure(request, error, is_shared=True, hops=4)
+
+    assert failure is (error if hops == 4 else None)
+    assert request.is_alone == (hops < 4)
 
 
 def test_request_that_was_not_running_is_not_blamed(request_: Request) -> None:

@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.lanes import lane_of
 
-from iskander.control.messages import Probe, Probed, decode_to_worker
+from iskander.control.messages import Probe, Probed, ToWorker
 from iskander.errors import IskanderError, RemoteUnavailable
 from iskander.scheduling.lane import Lane
+from iskander.scheduling.worker_slot import WorkerSlot
 from iskander.supervision import outages as outages_module
 from iskander.supervision.outages import FAILURES_MAX, Outages
 
 LOST = RemoteUnavailable("remote model `m` at h:1 cannot be reached")
 
 
-class Sent(list[Any]):
-    """The channel of a worker."""
-
-    def send(self, frame: bytes) -> None:
-        self.extend(decode_to_worker(frame))
-
-
 class Fixture:
     def __init__(self) -> None:
         self.lane = lane_of()
-        self.sent = Sent()
+        self.sent: list[ToWorker] = []
         self.rejected: list[IskanderError] = []
         self.changes = 0
-        self.outages = Outages({0: self.lane}, self._reject, self._on_change)
+        self.outages = Outages({0: self.lane}, self._reject, self._on_change, self._send)
         self.add_worker(1)
 
     def add_worker(self, incarnation: int) -> None:
         worker: Any = SimpleNamespace(
-            incarnation=incarnation, in_flight={}, channel=self.sent, is_looping=False
+            incarnation=incarnation, in_flight={}, channel=object(), is_looping=False
         )
         self.lane.workers = {incarnation: worker}
 
@@ -47,6 +41,9 @@ class Fixture:
 
     def _reject(self, lane: Lane, error: IskanderError) -> None:
         self.rejected.append(error)
+
+    def _send(self, worker: WorkerSlot, messages: Sequence[ToWorker]) -> None:
+        self.sent += messages
 
     def _on_change(self) -> None:
         self.changes += 1
@@ -125,5 +122,18 @@ def test_checks_end_with_the_lane(fixture: Fixture) -> None:
         await turns()
         assert fixture.sent == []
         fixture.outages.on_probed(Probed(7, ""))
+
+    asyncio.run(run())
+
+
+def test_late_answer_for_a_retired_lane_is_no_error(fixture: Fixture) -> None:
+    """The timer of its checks is gone."""
+
+    async def run() -> None:
+        fixture.fail(FAILURES_MAX)
+        fixture.lane.is_retired = True
+        await turns()
+        fixture.outages.on_probed(Probed(0, ""))
+        assert not fixture.lane.outage
 
     asyncio.run(run())

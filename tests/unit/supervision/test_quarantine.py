@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from support.lanes import lane_of
+from support.simulation import Simulation
 
-from iskander.supervision.quarantine import QUARANTINE_MAX_S, DeathRate
-from iskander.supervision.worker import ProcessExit
+from iskander.config.schema import WorkersConfig
+from iskander.supervision.quarantine import QUARANTINE_MAX_S, DeathRate, Quarantines
+from iskander.supervision.worker import ProcessExit, Worker
 from iskander.transport.machine_memory import oom_kills
 
 WINDOW_NS = 100
@@ -90,3 +95,28 @@ def test_oom_kills_are_read_from_vmstat(tmp_path: Path, text: str, count: int) -
     counters.write_text(text)
     assert oom_kills(counters) == count
     assert oom_kills(tmp_path / "missing") == 0
+
+
+def test_request_whose_run_begins_a_quarantine_is_not_retried() -> None:
+    """Without `workers.spawn`, the death counts before the requests of the worker come back."""
+    with Simulation(lane_of(0, rows_max=8)) as gateway:
+        lost, other = gateway.start(), gateway.start()
+        _, caller = gateway.submit_rows(0, 8)
+        gateway.loop.turn()
+        lost.begin(lost.sent[0])
+
+        async def lose() -> None:
+            settings = WorkersConfig(spawn=False, model_deaths=1)
+            workers: list[Worker] = [lost, other]
+            reject, unused = gateway.dispatcher.reject_queued, Mock()
+            quarantines = Quarantines(
+                gateway.lanes, workers, settings, True, unused, reject, unused, unused
+            )
+            quarantines.record_running_model(lost)
+            gateway.lose(lost)
+            quarantines.close()
+
+        asyncio.run(lose())
+
+        assert caller.codes == ["model_quarantined"]
+        assert other.sent == [] and gateway.is_clean()

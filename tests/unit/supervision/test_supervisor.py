@@ -7,16 +7,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.lanes import lane_of
+from support.loads import RecordingChannel
+from support.simulation import Simulation
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.models import LaneConfig
 from iskander.config.schema import Config, WorkersConfig
-from iskander.control.messages import ModelSpec
+from iskander.control.messages import ModelSpec, Unload
 from iskander.memory.heartbeat import Heartbeat
 from iskander.scheduling.cost import HANG_SAMPLES, CostModel
 from iskander.scheduling.lane import Lane
 from iskander.supervision import recycling as recycling_module
+from iskander.supervision.file_freshness import FileFreshness
 from iskander.supervision.lifecycle import Event, State
+from iskander.supervision.model_loader import ModelLoader
 from iskander.supervision.no_worker_timeout import NoWorkerTimeout
 from iskander.supervision.readiness import reason_of
 from iskander.supervision.recycling import SERVICE_MIN_NS, Recycling
@@ -557,3 +562,42 @@ def test_unresponsive_worker_is_lost_unless_its_slot_was_reassigned() -> None:
         assert events == [(1, Event.LOST)]
 
     asyncio.run(run())
+
+
+class FullChannel:
+    """A channel to a worker that does not read."""
+
+    def send(self, frame: bytes) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    def close(self) -> None:
+        """There is no socket."""
+
+
+def test_worker_that_does_not_read_its_messages_is_ended() -> None:
+    """The other workers are unaffected."""
+    with Simulation(lane_of()) as simulation:
+        ended: list[Any] = []
+        simulation.dispatcher.end_worker = ended.append
+        full, other = simulation.start(), simulation.start()
+        full_channel, other_channel = FullChannel(), RecordingChannel()
+        full.channel, other.channel = full_channel, other_channel  # type: ignore[assignment]
+        supervisor: Any = object.__new__(Supervisor)
+        supervisor.dispatcher, supervisor.config = simulation.dispatcher, Config()
+        supervisor._is_stopping, supervisor._set_timer = True, lambda *_: None
+        loading = supervisor.loading = ModelLoader(
+            simulation.lanes,
+            simulation.workers,
+            1 << 20,
+            FileFreshness(),
+            on_event=lambda worker, event: None,
+            on_load_error=lambda worker, error: None,
+            send=simulation.dispatcher.send,
+        )
+        loading.unload(simulation.lanes[0])
+        assert ended == [full] and other_channel.messages == [Unload(0)]
+        assert not full.models and not simulation.lanes[0].workers
+        loading.load_next(full)
+        assert ended == [full, full] and full.loading_key == 0
+        supervisor._drain(full)
+        assert ended == [full, full, full]

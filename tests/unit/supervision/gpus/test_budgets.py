@@ -154,17 +154,16 @@ class Loads:
         self.lanes: dict[int, Lane] = {}
         self.worker = Worker(SlotPlan(0, 0, (0,), None, gpu=gpu, gpu_budget_bytes=budget_bytes))
         self.worker.state = State.READY
-        sent = self.sent
-
-        class Channel:
-            def send(self, frame: bytes) -> None:
-                sent.append("load")
-
-        self.worker.channel = Channel()  # type: ignore[assignment]
         for key, (title, memory_bytes) in enumerate(models.items()):
             self.add(key, title, memory_bytes)
         self.loader = ModelLoader(
-            self.lanes, [self.worker], 1 << 20, FileFreshness(), self._on_event, self._on_error
+            self.lanes,
+            [self.worker],
+            1 << 20,
+            FileFreshness(),
+            self._on_event,
+            self._on_error,
+            lambda worker, messages: self.sent.append("load"),
         )
 
     def add(self, key: int, name: str, memory_bytes: int) -> Lane:
