@@ -4,6 +4,9 @@ A thread appends the records as JSON lines to `access.audit_file`, so that a slo
 not block the event loop. A record that cannot be written there goes to the log with the reason, and
 the action proceeds. The file is opened again when another program has renamed or removed it.
 
+The first denied action of a caller in a minute has a record; further ones are only counted, as all
+failed authentications are, so that their number is no means to displace records.
+
 Runs on: gateway loop, and the thread.
 """
 
@@ -15,7 +18,7 @@ import queue
 import stat
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -24,19 +27,23 @@ import msgspec
 
 from iskander.auth.origin import UNKNOWN_ORIGIN, Origin
 from iskander.clock import NS_PER_S, wall_ns
-from iskander.errors import ConfigError, IskanderError
+from iskander.errors import ConfigError, IskanderError, PermissionDenied, Unauthenticated
 from iskander.logs import network as log
 
 QUEUE_MAX: Final = 4096
 """Records that wait for the thread."""
+REFUSALS_MAX: Final = QUEUE_MAX // 2
+"""Waiting records above which those of refused callers are dropped; the rest is for actions."""
 SUMMARY_S: Final = 60.0
 HOSTS_MAX: Final = 64
-"""Hosts with failed authentications of their own in a summary."""
+"""Hosts with numbers of their own in the summary of an action."""
 STOP_S: Final = 5.0
 OTHER: Final = "(other)"
 SERVER: Final = "(server)"
 """Actor of changes without a caller: files, signals, start and stop."""
 DONE: Final = "ok"
+AUTHENTICATE: Final = "authenticate"
+_REFUSED: Final = frozenset((PermissionDenied.code, Unauthenticated.code))
 _FLAGS: Final = (
     os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 )
@@ -58,7 +65,8 @@ class AuditLog:
         self._file = _File(Path(path)) if path else None
         self._process = process
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._failures: Counter[tuple[str, str]] = Counter()
+        # By action: outcome, actor, host and certificate.
+        self._refusals: dict[str, Counter[tuple[str, str, str, str]]] = {}
         self._summary_ns = 0
         self._thread: threading.Thread | None = None
 
@@ -83,7 +91,10 @@ class AuditLog:
 
     @contextlib.contextmanager
     def action(self, name: str, target: str, actor: str, origin: Origin) -> Iterator[None]:
-        """Record an action of a caller with its outcome when the block ends."""
+        """Record an action of a caller with its outcome when the block ends.
+
+        A repeated denial is only counted; `summarize` records the number.
+        """
         outcome = "failed"
         try:
             yield
@@ -92,7 +103,8 @@ class AuditLog:
             outcome = error.code
             raise
         finally:
-            self.record(name, target, outcome, actor=actor, origin=origin)
+            if outcome not in _REFUSED or self._count(name, outcome, actor, origin) == 1:
+                self.record(name, target, outcome, actor=actor, origin=origin)
 
     def record(
         self,
@@ -121,34 +133,44 @@ class AuditLog:
         line = msgspec.json.encode(known)
         if self._thread is None:
             self._log(line)
-        elif self._queue.qsize() >= QUEUE_MAX:
+        elif self._queue.qsize() >= (REFUSALS_MAX if outcome in _REFUSED else QUEUE_MAX):
             self.counts["dropped"] += 1
         else:
             self._queue.put(line + b"\n")
 
     def on_unauthenticated(self, origin: Origin) -> None:
         """Count a failed authentication; `summarize` records the numbers."""
-        key = (origin.host or OTHER, ",".join(origin.certificate[:1])[:256])
-        if key not in self._failures and len(self._failures) >= HOSTS_MAX:
-            key = (OTHER, "")
-        self._failures[key] += 1
+        self._count(AUTHENTICATE, Unauthenticated.code, "", origin)
 
     def poll(self) -> None:
-        """Record the failed authentications of the last minute, if it is over."""
+        """Record the numbers of the last minute, if it is over."""
         if wall_ns() - self._summary_ns >= SUMMARY_S * NS_PER_S:
             self.summarize()
 
     def summarize(self) -> None:
-        """Record the failed authentications since the last summary, by host."""
+        """Record the numbers of refusals since the last summary, by action, actor and host."""
         self._summary_ns = wall_ns()
-        failures, self._failures = self._failures, Counter()
-        for (host, certificate), count in failures.items():
-            origin = Origin(host, (certificate,) if certificate else ())
-            self.record("authenticate", "", "unauthenticated", actor="", origin=origin, count=count)
+        refusals, self._refusals = self._refusals, {}
+        for action, counts in refusals.items():
+            for (outcome, actor, host, certificate), total in counts.items():
+                # The first denied action has a record of its own.
+                if count := total - (action != AUTHENTICATE):
+                    origin = Origin(host, (certificate,) if certificate else ())
+                    self.record(action, "", outcome, actor=actor, origin=origin, count=count)
 
-    def _log(self, line: bytes) -> None:
+    def _count(self, action: str, outcome: str, actor: str, origin: Origin) -> int:
+        """Count a refusal; return the number of its kind since the last summary."""
+        self.poll()
+        counts = self._refusals.setdefault(action, Counter())
+        key = (outcome, actor, origin.host or OTHER, ",".join(origin.certificate[:1])[:256])
+        if key not in counts and len(counts) >= HOSTS_MAX:
+            key = (outcome, actor and OTHER, OTHER, "")
+        counts[key] += 1
+        return counts[key]
+
+    def _log(self, line: bytes, event: Callable[..., None] = log.audit_record) -> None:
         self.counts["logged"] += 1
-        log.audit_record(record=line.decode())
+        event(record=line.decode())
 
     def _write(self) -> None:
         """Append records until `stop`; runs on the thread."""
@@ -163,7 +185,7 @@ class AuditLog:
                 if not has_failed:
                     log.audit_write_failed(file=self._file.path.name, reason=str(error.strerror))
                 has_failed = True
-                self._log(line.rstrip())
+                self._log(line.rstrip(), log.audit_record_not_written)
         self._file.close()
 
 
@@ -177,17 +199,18 @@ class _File:
 
     def open(self) -> None:
         fd = os.open(self.path, _FLAGS, _MODE)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
             os.close(fd)
             raise OSError(0, "not a regular file")
         self._fd = fd
+        self._is_torn = _ends_within_a_line(self.path, found.st_size)
 
     def append(self, line: bytes) -> None:
         """Write a line to the file that the path names now, through to the disk."""
         if self._fd < 0 or not self._is_current():
             self.close()
             self.open()
-            self._is_torn = False
         raw = (b"\n" if self._is_torn else b"") + line
         written = os.write(self._fd, raw)
         self._is_torn = written > 0 and not raw[:written].endswith(b"\n")
@@ -207,3 +230,11 @@ class _File:
             return False
         own = os.fstat(self._fd)
         return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+
+
+def _ends_within_a_line(path: Path, size: int) -> bool:
+    """Whether the last line of a file is incomplete; no if the file cannot be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(size - 1, 0))
+        return file.read(1) not in (b"", b"\n")
+    return False

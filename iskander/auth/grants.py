@@ -130,8 +130,7 @@ class Grant:
             raise Unauthenticated(_EXPIRED)
 
     def copy_from(self, other: Grant) -> None:
-        """Take the permissions of another grant."""
-        self.name, self.is_valid = other.name, other.is_valid
+        """Take the permissions of another grant of the same name."""
         self._models, self._may_manage = other._models, other._may_manage
         self._sources = other._sources
         self._cache.clear()
@@ -361,7 +360,9 @@ class Authenticator:
         limits[ANONYMOUS] = file.anonymous
         self.quotas.configure({name: each for name, each in limits.items() if each != NO_LIMITS})
         for key, grant in self._grants.items():
-            grant.is_valid = key in found
+            # A new name has other limits, so it revokes.
+            grant.is_valid = key in found and found[key].name == grant.name
+        self._grants = {key: grant for key, grant in self._grants.items() if grant.is_valid}
         for key, token in found.items():
             grant = Grant(
                 token.name,
@@ -371,7 +372,6 @@ class Authenticator:
                 sources=token.sources,
             )
             self._grants.setdefault(key, grant).copy_from(grant)
-        self._grants = {key: grant for key, grant in self._grants.items() if grant.is_valid}
         self._passwords.set_users({t.name: t.password for t in found.values() if t.password})
         self._expiries = {key: t.expires.timestamp() for key, t in found.items() if t.expires}
         self._expire()

@@ -132,7 +132,8 @@ class PasswordVerifier:
         self.users = users
         if users and self._hasher is None:
             self._hasher = _hasher()
-            self._decoy = self._hasher.hash(secrets.token_urlsafe())
+        # Its outcome does not count: an unknown user has no hash.
+        self._decoy = max(users.values(), key=_cost, default="")
 
     def remembered(self, credentials: Credentials) -> str | None:
         """Return the hash of a password that was verified recently; None for any other."""
@@ -145,7 +146,7 @@ class PasswordVerifier:
     async def verify(self, credentials: Credentials, origin: Origin = UNKNOWN_ORIGIN) -> str | None:
         """Return the hash that a password matches, or None.
 
-        An unknown user costs as much as a wrong password.
+        An unknown user costs as much as a wrong password of the user with the most expensive hash.
 
         Raises:
             Overloaded: Too many verifications wait, of this host or of all.
@@ -209,6 +210,14 @@ def _hasher() -> Any:  # noqa: ANN401
     except ImportError:
         raise ConfigError(f"passwords need argon2-cffi: {INSTALL}") from None
     return PasswordHasher(time_cost=TIME_COST, memory_cost=MEMORY_KIB, parallelism=1)
+
+
+def _cost(encoded: str) -> int:
+    """Return the work of a verification: blocks of memory times passes."""
+    from argon2 import extract_parameters
+
+    found = extract_parameters(encoded)
+    return found.memory_cost * found.time_cost
 
 
 def _lower_priority() -> None:

@@ -55,13 +55,18 @@ class TokenBucket:
         if self._rate:
             self._level -= cost
 
+    def give_back(self, cost: float) -> None:
+        """Return a cost that was taken."""
+        if self._rate:
+            self._level = min(self._level + cost, self._capacity)
+
 
 class Quota:
     """Usage of one grant in this process, and its limits.
 
     Attributes:
         outstanding_rows: Rows of admitted requests that are not computed yet.
-        counts: Admitted `requests` and `rows`, and refusals by `refused.CODE`.
+        counts: `requests` and `rows` within the rates, and refusals by `refused.CODE`.
     """
 
     def __init__(self, name: str, processes: int) -> None:
@@ -138,6 +143,11 @@ class Quota:
         self._rows.take(rows)
         self.counts["requests"] += 1
         self.counts["rows"] += rows
+
+    def give_back_rate(self, rows: int) -> None:
+        """Return what `take_rate` took for a request that was rejected later."""
+        self._requests.give_back(1)
+        self._rows.give_back(rows)
 
     def _refused(self, error: IskanderError) -> IskanderError:
         self.counts[f"refused.{error.code}"] += 1

@@ -109,7 +109,16 @@ def http_connection_failed(*, error: BaseException) -> str:
 
 @audit.info("record")
 def audit_record(*, record: str) -> str:
-    """An entry of the audit log, as JSON; `access.audit_file` is empty or cannot be written."""
+    """An entry of the audit log, as JSON; `access.audit_file` is empty."""
+    return record
+
+
+@audit.error("record")
+def audit_record_not_written(*, record: str) -> str:
+    """An entry of the audit log, as JSON, that the file of the audit log lacks.
+
+    Do: Correct the cause, which `audit_write_failed` has.
+    """
     return record
 
 

@@ -5,7 +5,7 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-import itertools
+import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -25,8 +25,6 @@ from iskander.scheduling.request import NEVER_NS, PRIORITY_DEFAULT, Terms
 from iskander.scheduling.tracing import TraceContext
 
 CACHE_MAX: Final = 64
-
-_numbers = itertools.count(1)
 
 
 class StreamTerms:
@@ -50,7 +48,8 @@ class StreamTerms:
         self._cache: dict[bytes, Terms] | None = None
         self.is_in_band = terms.errors == "in-band"  # The error of a batch replaces its result.
         self.region = terms.region  # Name of the shared-memory region; empty for none.
-        self._client = self._qualified(terms.client or f"stream {next(_numbers)}")
+        # No other caller can guess the name.
+        self._client = self._qualified(terms.client or f"stream {secrets.token_hex(8)}")
         # Selects the call's version among version shares.
         self.route_key = terms.route_key or terms.client or self._client
         self._is_traced = is_traced

@@ -128,6 +128,7 @@ class InputArena:
                 raise
         except BaseException:
             _leave_quota(request)
+            self._give_back_rate(request)
             raise
         finally:
             lane.entering -= 1
@@ -190,6 +191,12 @@ class InputArena:
             request.lane.add_retry_hint(error, now)
             request.lane.count_rejected(request, error)
             raise
+
+    def _give_back_rate(self, request: Request) -> None:
+        """Undo what `_require_quota` took from the rates of the grant."""
+        quota = self.quotas.get(request.terms.source.tenant)
+        if quota is not None and not request.is_part:
+            quota.give_back_rate(request.whole[0] if request.whole else request.rows)
 
     def _require_quota_capacity(self, request: Request) -> None:
         """Check the outstanding rows again: others may have entered since `admit`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from iskander.clock import now_ns
 from iskander.logs import network as log
 from iskander.transport.sources import Source, SourceTable, source_of
+from iskander.transport.tls import ContextSource
 
 BACKLOG: Final = 1024
 ACCEPTS_PER_ITERATION: Final = 16
@@ -72,7 +72,7 @@ class Acceptor:
         self,
         listening: socket.socket,
         listener: Admission,
-        tls: ssl.SSLContext | None = None,
+        tls: ContextSource | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listening = listening
@@ -135,13 +135,13 @@ class Acceptor:
                     oldest.handshake.cancel()
 
     async def _connect(self, connection: socket.socket, accepted: AcceptedSocket[Any]) -> None:
-        has_tls = self._tls is not None
+        context = None if self._tls is None else self._tls()
         await self._loop.connect_accepted_socket(
             partial(self._listener.make, accepted),
             connection,
-            ssl=self._tls,
-            ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if has_tls else None,
-            ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S if has_tls else None,
+            ssl=context,
+            ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if context else None,
+            ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S if context else None,
         )
 
     def _on_setup_done(

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import random
 import socket
-import ssl
 from abc import abstractmethod
 from collections import deque
 from typing import ClassVar, Final, Generic, Protocol, TypeVar
@@ -22,6 +21,7 @@ from iskander.config.schema import TimeoutsConfig
 from iskander.transport.acceptor import NEVER_NS, AcceptedSocket, Acceptor
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.sources import Source, SourceTable
+from iskander.transport.tls import ContextSource
 
 SCRATCH_BYTES = 1 << 18
 CHECK_INTERVAL_S = 5.0
@@ -83,7 +83,7 @@ class ConnectionListener(Generic[Connection]):
         self,
         connections_max: int,
         limits: ConnectionLimits,
-        tls: ssl.SSLContext | None = None,
+        tls: ContextSource | None = None,
         *,
         slack: int = 0,
     ) -> None:

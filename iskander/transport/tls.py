@@ -1,6 +1,7 @@
 """TLS contexts of the TCP ports, rebuilt when certificate, key or client CA change.
 
-New connections use the new files; open connections are not affected.
+New connections use the new files; open connections are not affected. A new context has its own keys
+for session tickets, so no client resumes a session that an earlier one has verified.
 
 Runs on: gateway loop. Source: RFC 8446; RFC 7301 (ALPN).
 """
@@ -8,6 +9,7 @@ Runs on: gateway loop. Source: RFC 8446; RFC 7301 (ALPN).
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 
 from iskander.config.auth import TlsConfig
@@ -17,6 +19,8 @@ from iskander.logs import network as log
 from iskander.transport.certificate import earliest_expiry_s
 
 HTTP2, HTTP1 = "h2", "http/1.1"
+ContextSource = Callable[[], ssl.SSLContext]
+"""Returns the context for a new connection: it has the files loaded last."""
 
 
 class Tls:
@@ -35,21 +39,16 @@ class Tls:
         files = (config.certificate, config.key, config.client_ca, config.client_crl)
         self._watcher = FileWatcher([Path(name) for name in files if name], self._reload)
 
-    def context(self, protocol: str) -> ssl.SSLContext | None:
-        """Return the context for an ALPN protocol, or None without TLS; may raise `ConfigError`.
+    def context(self, protocol: str) -> ContextSource | None:
+        """Return the source of the contexts for an ALPN protocol, or None without TLS.
 
-        Each handshake uses the files loaded last.
+        Raises:
+            ConfigError: A file is invalid.
         """
         if not self._config.certificate:
             return None
-        context = self._current[protocol] = self._create(protocol)
-
-        def use_current(handshake: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-            handshake.context = self._current[protocol]
-
-        # OpenSSL calls it in each handshake, also without a server name.
-        context.sni_callback = use_current
-        return context
+        self._current[protocol] = self._create(protocol)
+        return lambda: self._current[protocol]
 
     def start(self) -> None:
         """Start watching the files."""
@@ -86,6 +85,9 @@ class Tls:
                 setting = "tls.client_ca"
                 context.load_verify_locations(config.client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
+                # A resumed session would outlive its certificate.
+                context.num_tickets = 0
+                context.options |= ssl.OP_NO_TICKET
             if config.client_crl:
                 setting = "tls.client_crl"
                 context.load_verify_locations(config.client_crl)
@@ -95,6 +97,12 @@ class Tls:
             raise ConfigError(f"{setting}: invalid: {error.reason or 'not PEM'}") from None
         except OSError as error:
             raise ConfigError(f"{setting}: cannot be read: {error.strerror}") from None
+
+        def use_current(handshake: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+            handshake.context = self._current[protocol]
+
+        # Of a handshake that began before a change; also called without a server name.
+        context.sni_callback = use_current
         return context
 
 

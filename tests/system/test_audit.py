@@ -77,14 +77,14 @@ def test_every_administrative_action_is_recorded(tmp_path: Path) -> None:
             )  # fmt: skip
         finally:
             reference.close()
-        url = f"http://{gateway.stats()['http_address']}/v2/repository/models/by-http/load"
+        url = f"http://{gateway.stats()['http_address']}/v2/repository/models/by-http/unload"
         header = {"authorization": f"Bearer {reader}"}
         request = urllib.request.Request(url, b"", header, method="POST")
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=20)
         caught.value.close()
-        for target in ("by-grpc", "by-http"):
-            assert found(gateway, action="load", target=target, outcome="permission_denied")
+        for action, target in (("load", "by-grpc"), ("unload", "by-http")):
+            assert found(gateway, action=action, target=target, outcome="permission_denied")
 
         with Client(gateway.address, token="wrong") as client, pytest.raises(Unauthenticated):
             client.stats()

@@ -344,7 +344,10 @@ class Exchange:
             self._reject(raw, error)
         except Exception as failure:
             log.stream_failed(stage="batch admission", error=failure)
-            self._end(IskanderError("the server failed to admit the batch"))
+            internal = IskanderError("the server failed to admit the batch")
+            if isinstance(pending, SplitBatch):
+                pending.fail(pending.requests[0], internal)
+            self._end(internal)
         finally:
             self._call.release_memory(work_bytes)
         self._admission = None
@@ -398,8 +401,10 @@ class Exchange:
             detach(error)
             split.fail(split.requests[0], error)
         except asyncio.CancelledError:
-            stopping = Draining("the server is stopping; retry on another", retry_after_ms=0)
-            split.fail(split.requests[0], stopping)
+            reason = self._end_error  # That of `stop`.
+            if not isinstance(reason, IskanderError):
+                reason = Draining("the server is stopping; retry on another", retry_after_ms=0)
+            split.fail(split.requests[0], reason)
             raise
 
     def _on_split_end(self, split: SplitBatch) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,6 +18,7 @@ from uvicorn.server import ServerState
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.connection_listener import ConnectionListener
 from iskander.transport.http1.connection import HEAD_BYTES_MAX, Connection
+from iskander.transport.tls import ContextSource
 
 CONNECTIONS_SLACK = 64
 """Connections above the limit whose requests are rejected; further ones are closed."""
@@ -41,7 +41,7 @@ class Http1Listener(ConnectionListener[Connection]):
         app: ASGIApp,
         connections_max: int,
         limits: ConnectionLimits,
-        tls: ssl.SSLContext | None = None,
+        tls: ContextSource | None = None,
         *,
         slack: int = CONNECTIONS_SLACK,
         life_s: float | None = None,

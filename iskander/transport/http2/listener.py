@@ -5,7 +5,6 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Awaitable, Callable, Mapping
 
 from iskander.logs import network as log
@@ -14,6 +13,7 @@ from iskander.transport.connection_listener import ConnectionListener
 from iskander.transport.http2.call import Call
 from iskander.transport.http2.connection import Connection
 from iskander.transport.http2.status import RpcError, Status
+from iskander.transport.tls import ContextSource
 
 OTHER = "other"
 """Protocol label of calls of unknown methods, which clients may invent."""
@@ -46,7 +46,7 @@ class Listener(ConnectionListener[Connection]):
         connections_max: int,
         add_details: Callable[[str, Exception], RpcError],
         limits: ConnectionLimits,
-        tls: ssl.SSLContext | None = None,
+        tls: ContextSource | None = None,
     ) -> None:
         super().__init__(connections_max, limits, tls)
         self.serve = serve

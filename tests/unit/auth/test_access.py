@@ -327,3 +327,17 @@ def test_ticket_is_for_the_grant_that_it_names(tmp_path: Path) -> None:
     for other in ("", "other"):
         with pytest.raises(PermissionDenied, match="is not the one that the ticket is for"):
             grant.require_name(other)
+
+
+def test_renamed_table_revokes_its_grants(tmp_path: Path) -> None:
+    """Limits belong to a name: with the old one, an open stream would have none."""
+    path = tmp_path / "tokens.toml"
+    token = add_token(path, "a", ("*",))
+    path.write_text(path.read_text() + "limits = { batch_rows = 8 }\n")
+    access = open_authenticator(path)
+    grant = access.grant(headers(token))
+    path.write_text(path.read_text().replace('"a"', '"b"'))
+    access._set(read_tokens(path))
+    assert "a" not in access.quotas.by_name and not grant.is_valid
+    renamed = access.grant(headers(token))
+    assert renamed.name == "b" and renamed.is_valid

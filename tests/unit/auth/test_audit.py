@@ -142,7 +142,7 @@ def test_failed_authentications_are_summarized_by_a_bounded_number_of_hosts(
     for number in range(1000):
         audit.on_unauthenticated(Origin(f"10.0.{number % 200}.1:{number}"))
     audit.on_unauthenticated(Origin("unix:uid=7,pid=123"))
-    assert len(audit._failures) <= HOSTS_MAX + 1
+    assert len(audit._refusals["authenticate"]) <= HOSTS_MAX + 1
     audit.stop()
     found = {line["peer"]: line["count"] for line in lines(path)}
     assert len(found) == HOSTS_MAX + 1 and found["10.0.3.1"] == 5
@@ -169,3 +169,59 @@ def test_names_of_a_certificate() -> None:
         "URI:spiffe://A/b",
     )
     assert certificate_names({}) == ()
+
+
+def test_denied_actions_do_not_displace_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    audit = AuditLog(str(path))
+    audit.start()
+    for number in range(10_000):
+        with (
+            pytest.raises(PermissionDenied),
+            audit.action("load", f"m{number}", "reader", Origin(f"10.0.0.9:{number}")),
+        ):
+            raise PermissionDenied("no")
+    with audit.action("drain", "", "operator", ORIGIN):
+        pass
+    audit.stop()
+    first, drain, others = lines(path)
+    assert (first["target"], first["actor"]) == ("m0", "reader") and drain["action"] == "drain"
+    assert (others["count"], others["actor"], others["peer"]) == (9999, "reader", "10.0.0.9")
+    assert audit.counts == {"written": 3}
+
+
+def test_records_of_refused_callers_leave_room_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_module, "REFUSALS_MAX", 4)
+    audit = AuditLog(str(tmp_path / "audit.jsonl"))
+    audit._thread = object()  # type: ignore[assignment]
+    for _ in range(6):
+        audit.record("load", outcome=PermissionDenied.code)
+    audit.record("drain")
+    assert audit._queue.qsize() == 5 and audit.counts["dropped"] == 2
+
+
+def test_record_of_a_failing_file_is_logged_at_every_level(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "folder").mkdir()
+    audit = AuditLog(str(tmp_path / "folder" / "audit.jsonl"))
+    audit.start()
+    (tmp_path / "folder" / "audit.jsonl").unlink()
+    (tmp_path / "folder").rmdir()
+    with caplog.at_level(logging.WARNING, "iskander.audit"):
+        audit.record("drain")
+        audit.stop()
+    assert [json.loads(caplog.messages[-1])["action"], audit.counts["logged"]] == ["drain", 1]
+
+
+def test_record_after_a_torn_line_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.write_text('{"time": "2')
+    audit = AuditLog(str(path))
+    audit.start()
+    audit.record("first")
+    audit.stop()
+    torn, line = path.read_text().splitlines()
+    assert torn == '{"time": "2' and json.loads(line)["action"] == "first"

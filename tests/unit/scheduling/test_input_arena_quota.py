@@ -137,6 +137,22 @@ async def test_timeout_of_a_wait_ends_the_count(lane: Lane) -> None:
 
 
 @in_loop
+async def test_request_that_waits_in_vain_costs_no_rate(lane: Lane) -> None:
+    input_arena = InputArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=0))
+    limited(input_arena, requests_per_s=0.001, burst_requests=1)
+    holder = request_of(lane, 1, OTHER)
+    await admit(input_arena, holder)
+    for _ in range(3):
+        with pytest.raises(ArenaFull):
+            await admit(input_arena, request_of(lane, 1, OWN))
+    input_arena.give_back(holder)
+    await admit(input_arena, request_of(lane, 1, OWN))
+    with pytest.raises(RateLimited):
+        input_arena.admit(request_of(lane, 1, OWN))
+    input_arena.close()
+
+
+@in_loop
 async def test_removed_limits_end_the_count_of_open_requests(
     lane: Lane, input_arena: InputArena
 ) -> None:

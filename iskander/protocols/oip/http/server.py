@@ -31,8 +31,8 @@ class OipHttpServer:
         self._infer = HttpInference(models, services.submitter, config, quota)
         counts = limits.calls_ended
         app = OipHttp(models, service, self._infer, services.authenticator, quota, counts).app()
-        context = services.tls.context(HTTP1)
-        self._listener = Http1Listener(app, config.connections, limits, context)
+        tls = services.tls.context(HTTP1)
+        self._listener = Http1Listener(app, config.connections, limits, tls)
 
     @property
     def unsent(self) -> int:
