@@ -9,7 +9,7 @@ Runs on: gateway loop; folders are read on threads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,12 @@ class Repository:
             return self.startup.all_expected()
         settings = self._settings
         listed = await asyncio.to_thread(list_models, Path(settings.path), settings.marker)
-        excluded = {intent.model: intent.excluded for intent in intents if self._is_explicit}
+        unloaded = {intent.model: intent.excluded for intent in intents if self._is_explicit}
         for name in sorted(names_at_start(settings, listed, intents)):
             scanned = listed.get(name, ABSENT)
-            if name in excluded:
-                scanned = scanned.without(excluded[name])
-                if not scanned.versions:
+            if name in unloaded:
+                scanned = scanned._replace(unloaded=unloaded[name])
+                if scanned.versions.keys() <= set(scanned.unloaded):
                     continue  # Calls have unloaded all its versions.
             self.startup.expect(name)
             self.models.pending += 1
@@ -226,7 +226,8 @@ class Repository:
             if self._reader.is_configured(name):
                 await self._reload(name)
             else:
-                await self._reconcile(name, await asyncio.to_thread(self._reader.listed, name))
+                scanned = await asyncio.to_thread(self._reader.listed, name)
+                await self._reconcile(name, scanned, is_stale=True)
         finally:
             self._reloading.discard(name)
 
@@ -246,12 +247,18 @@ class Repository:
         *,
         retries_failed: bool = False,
         is_required: bool = False,
+        is_stale: bool = False,
     ) -> None:
-        """Load and retire versions of a model to match a scan."""
+        """Load and retire versions of a model to match a scan.
+
+        With `is_stale`, it loads no versions that only a call may load.
+        """
         async with self._locks.setdefault(name, asyncio.Lock()):
             if self._reader.is_configured(name):
                 log.model_ignored(model=name)
                 return
+            if is_stale and self._is_explicit:
+                scanned = self._as_loaded(name, scanned)
             if scanned.error:
                 error = ConfigError(scanned.error)
                 raise self._fail((name, UNKNOWN), error, is_required=is_required)
@@ -263,7 +270,8 @@ class Repository:
                 settings, routing = ModelFile(), Routing()
             self._model_files[name] = settings
             policy = policy_of(self._settings, settings)
-            versions = wanted_versions(scanned.versions, policy, routing)
+            wanted = wanted_versions(scanned.versions, policy, routing)
+            versions = [version for version in wanted if version not in scanned.unloaded]
             for model_version in list(self.models.failures):
                 if model_version[0] == name and model_version[1] not in versions:
                     del self.models.failures[model_version]
@@ -273,15 +281,26 @@ class Repository:
                 name, found, retries_failed=retries_failed, is_required=is_required
             )
             self.startup.release(name)
-            if is_required and not versions:
+            if is_required and not wanted:
                 last_error = ModelNotFound(f"model `{name}` has no versions to load")
                 self._fail((name, UNKNOWN), last_error, is_required=is_required)
             try:
                 await _wait_for_loads(begun)
             finally:
-                self._retire_and_route(name, versions, routing)
+                self._retire_and_route(name, versions, routing, scanned.unloaded)
             if last_error is not None:
                 raise last_error
+
+    def _as_loaded(self, name: str, scanned: ScannedModel) -> ScannedModel:
+        """Reduce a scan to the versions that calls have loaded, or tried to load."""
+        lanes = (*self.models, *self.models.loading_lanes)
+        loaded = {lane.model.version for lane in lanes if lane.model.name == name}
+        loaded |= {version for each, version in self.models.failures if each == name}
+        if not loaded:
+            return ABSENT
+        versions = {each: stamp for each, stamp in scanned.versions.items() if each in loaded}
+        unloaded = self.models.routings.get(name, Routing()).targets() - loaded
+        return scanned._replace(versions=versions, unloaded=unloaded)
 
     def _begin_all(
         self, name: str, found: Found, *, retries_failed: bool, is_required: bool = False
@@ -320,11 +339,14 @@ class Repository:
             log.model_files_changed(model=lane.title)
         return True
 
-    def _retire_and_route(self, name: str, versions: list[str], routing: Routing) -> None:
-        retired, is_routed = plan_transition(self.models.versions_of(name), versions, routing)
+    def _retire_and_route(
+        self, name: str, versions: list[str], routing: Routing, unloaded: Collection[str]
+    ) -> None:
+        served = self.models.versions_of(name)
+        retired, is_routed = plan_transition(served, versions, routing, unloaded)
         if is_routed:
             self.models.route(name, routing if versions and routing != Routing() else None)
-        elif problem := targets_error(routing, versions):
+        elif problem := targets_error(routing, {*versions, *unloaded}):
             error = ConfigError(f"{problem}; the previous routing stays in effect")
             self._fail((name, SETTINGS), error, is_required=False)
         self._retire(name, retired)

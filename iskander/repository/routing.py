@@ -53,16 +53,23 @@ class Routing(NamedTuple):
         if self.default and self.aliases.get(self.default, self.default) == version:
             routes.append("default")
         total = sum(self.split.values())
-        share = sum(w for t, w in self.split.items() if self.aliases.get(t, t) == version)
+        share = self._weights().get(version)
         if share:
             routes.append(f"{share:g} of {total:g}")
         shadow_share = self.shadow_shares().get(version)
         return routes if shadow_share is None else [*routes, shadow_route(shadow_share)]
 
-    def _choose_by_split(self, key: str, served: Container[str]) -> str | None:
-        best, best_score = None, 0.0
+    def _weights(self) -> dict[str, float]:
+        """Return the weight of each version of the split, which may have several aliases."""
+        weights: dict[str, float] = {}
         for target, weight in self.split.items():
             version = self.aliases.get(target, target)
+            weights[version] = weights.get(version, 0) + weight
+        return weights
+
+    def _choose_by_split(self, key: str, served: Container[str]) -> str | None:
+        best, best_score = None, 0.0
+        for version, weight in self._weights().items():
             if weight and version in served:
                 score = -weight / log(_hash(key, version))
                 if best is None or score > best_score:

@@ -39,16 +39,17 @@ NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 class ScannedModel(NamedTuple):
-    """Stamps of a model's `model.toml` and versions; or why the versions are unknown."""
+    """Stamps of a model's `model.toml` and versions; or why the versions are unknown.
+
+    Attributes:
+        unloaded: Versions that calls have unloaded. They are not loaded, and the routing may refer
+            to them.
+    """
 
     settings: str
     versions: dict[str, str]
     error: str = ""
-
-    def without(self, versions: Collection[str]) -> ScannedModel:
-        """Return a copy that lacks some versions."""
-        kept = {each: state for each, state in self.versions.items() if each not in versions}
-        return self._replace(versions=kept)
+    unloaded: Collection[str] = ()
 
 
 ABSENT = ScannedModel("", {})

@@ -78,15 +78,18 @@ def targets_error(routing: Routing, versions: Collection[str]) -> str:
 
 
 def plan_transition(
-    served: Collection[str], wanted: Collection[str], routing: Routing
+    served: Collection[str],
+    wanted: Collection[str],
+    routing: Routing,
+    unloaded: Collection[str] = (),
 ) -> tuple[list[str], bool]:
     """Return the served versions to retire, and whether the new routing takes effect.
 
     No version retires until all wanted versions and all routing targets are served. The routing
-    takes effect when all its targets are served. Without wanted
-    versions, targets are ignored and all versions retire.
+    takes effect when all its targets are served. Targets that calls have unloaded do not count.
+    Without wanted versions, targets are ignored and all versions retire.
     """
-    targets = routing.targets() if wanted else set()
+    targets = routing.targets().difference(unloaded) if wanted else set()
     is_complete = all(version in served for version in targets.union(wanted))
     retire = [version for version in served if version not in wanted] if is_complete else []
     return retire, all(target in served for target in targets)

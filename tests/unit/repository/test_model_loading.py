@@ -19,10 +19,11 @@ from iskander.config.models import LaneConfig, ModelConfig
 from iskander.config.repository import RepositoryConfig
 from iskander.config.schema import Config, LimitsConfig, ServerConfig, WorkersConfig
 from iskander.control.messages import Unload
-from iskander.errors import IskanderError, ManifestError, NotReady
+from iskander.errors import IskanderError, ManifestError, ModelMoved, NotReady
 from iskander.measurement.recent_values import RecentValues
 from iskander.repository import generations as generations_module
 from iskander.repository.generations import Generation, Generations
+from iskander.repository.load_intents import LoadIntent
 from iskander.repository.scan import SETTINGS
 from iskander.scheduling.lane import Lane
 from iskander.supervision import file_freshness as freshness_module
@@ -503,6 +504,97 @@ def test_routing_is_unchanged_until_its_targets_are_served(tmp_path: Path) -> No
         assert fleet.models.find("m", "stable").model.version == "4"
         assert not fleet.models.failures
         await until(lambda: [lane.model.version for lane in fleet.models] == ["4"])
+        repository.close()
+
+    run(scenario)
+
+
+async def complete_loads(fleet: Fleet, condition: Callable[[], object]) -> None:
+    """Complete each load of the only worker until the condition is true."""
+
+    def complete_load() -> object:
+        keys = fleet.model_keys(0)
+        if keys and fleet.workers[0].loading_key == keys[-1]:
+            fleet.complete_load(0)
+        return condition()
+
+    await until(complete_load)
+
+
+def explicit_control(folder: Folder) -> Config:
+    return Config(repository=RepositoryConfig(path=str(folder.root), control="explicit"))
+
+
+def test_later_process_starts_without_the_versions_that_calls_have_unloaded(tmp_path: Path) -> None:
+    """As in the other processes: the routing stays in effect, and no other version is loaded."""
+
+    async def scenario() -> None:
+        folder = Folder(tmp_path / "models")
+        for version in (1, 2, 3):
+            folder.put("m", version, version)
+            folder.put("n", version, version)
+        folder.write_settings("m", 'default = "stable"\naliases = {stable = 2, old = 1}')
+        fleet, repository = repository_of(explicit_control(folder), 1)
+        intents = [LoadIntent("m", excluded=("1",)), LoadIntent("n", excluded=("3",))]
+        await repository.start(intents)
+        await complete_loads(fleet, lambda: not repository._tasks)
+        assert sorted(fleet.models.versions_of("m")) == ["2", "3"]
+        assert fleet.models.find("m", None).model.version == "2"
+        assert not fleet.models.versions_of("n")
+        assert not fleet.models.failures
+        repository.close()
+
+    run(scenario)
+
+
+def test_changed_files_are_loaded_only_of_versions_that_calls_have_loaded(tmp_path: Path) -> None:
+    """The call has unloaded version 1, and no call has loaded version 3."""
+
+    async def scenario() -> None:
+        folder = Folder(tmp_path / "models")
+        for version in (1, 2):
+            folder.put("m", version, version)
+        folder.write_settings("m", "aliases = {old = 1}")
+        fleet, repository = repository_of(explicit_control(folder), 1)
+        load_task = asyncio.create_task(repository.load("m"))
+        await complete_loads(fleet, load_task.done)
+        assert sorted(await load_task) == ["1", "2"]
+        repository.unload("m", "1")
+        folder.put("m", 3, 3)
+        folder.put("m", 2, 5)
+        lane = fleet.models.find("m", None)
+        lane.is_stale = True
+        repository.update()
+        await complete_loads(fleet, lambda: not repository._tasks)
+        assert list(fleet.models.versions_of("m")) == ["2"]
+        assert fleet.models.find("m", None) is not lane
+        assert fleet.model_keys(0) == [0, 1, 2]
+        assert fleet.models.routings["m"].aliases == {"old": "1"}
+        assert not fleet.models.failures
+        repository.close()
+
+    run(scenario)
+
+
+def test_reload_after_an_unload_loads_nothing(tmp_path: Path) -> None:
+    """The reload of the changed files waits for a load, which the unload ends."""
+
+    async def scenario() -> None:
+        folder = Folder(tmp_path / "models")
+        folder.put("m", 1, 3)
+        fleet, repository = repository_of(explicit_control(folder), 1)
+        load_task = asyncio.create_task(repository.load("m"))
+        await complete_loads(fleet, load_task.done)
+        folder.put("m", 1, 5)
+        load_task = asyncio.create_task(repository.load("m"))
+        await until(lambda: fleet.model_keys(0) == [0, 1])
+        fleet.models.find("m", None).is_stale = True
+        repository.update()
+        assert repository.unload("m") == ["1"]
+        (error,) = await settled(load_task)
+        assert isinstance(error, ModelMoved)
+        await until(lambda: not repository._tasks)
+        assert not list(fleet.models) and fleet.model_keys(0) == [0, 1]
         repository.close()
 
     run(scenario)

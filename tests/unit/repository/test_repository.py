@@ -101,6 +101,15 @@ def test_split_follows_the_weights() -> None:
     assert 0.08 < drawn.count("2") / len(drawn) < 0.12
 
 
+def test_weights_of_one_version_add_up() -> None:
+    """As after a promotion, when two aliases name the same version."""
+    aliases = {"stable": "3", "canary": "3", "next": "2"}
+    routing = Routing(aliases=aliases, split={"stable": 50, "canary": 20, "next": 30})
+    drawn = [routing.choose(None, f"user-{n}", SERVED) for n in range(20_000)]
+    assert 0.28 < drawn.count("2") / len(drawn) < 0.32
+    assert routing.routes_to("3") == ["stable", "canary", "70 of 100"]
+
+
 def test_routes_to_a_version_are_listed() -> None:
     routing = Routing("stable", {"stable": "1", "canary": "2"}, {"stable": 90, "canary": 10})
     assert routing.routes_to("1") == ["stable", "default", "90 of 100"]
@@ -134,6 +143,12 @@ def test_nothing_changes_while_routing_targets_are_missing() -> None:
     assert plan_transition(["2", "3"], ["3"], routing) == ([], False)
     assert plan_transition(["3", "4"], ["4"], routing) == (["3"], True)
     assert plan_transition(["3"], [], routing) == (["3"], True), "a removed model has no targets"
+
+
+def test_routing_targets_that_calls_have_unloaded_do_not_count() -> None:
+    routing = Routing(default="stable", aliases={"stable": "2", "old": "1"})
+    assert plan_transition(["2", "3", "4"], ["2", "4"], routing, ("1",)) == (["3"], True)
+    assert plan_transition(["3"], ["2", "3"], routing, ("1",)) == ([], False)
 
 
 def test_only_states_of_two_equal_scans_are_applied() -> None:

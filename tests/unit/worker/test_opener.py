@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -262,13 +263,23 @@ def test_result_of_replaced_files_is_not_cached(
     assert len(sandboxed) == 2
 
 
+@pytest.mark.parametrize("is_sandboxed", [True, False])
 def test_sandboxed_load_gets_the_remaining_time_and_its_timeout_is_not_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sandboxed: bool
 ) -> None:
-    """By the clock, other workers held the lock of the entry for most of the time."""
+    """By the clock, other workers held the lock of the entry for most of the time.
+
+    A load that is only to make a shared copy does not fail.
+    """
+    monkeypatch.setattr(opening, "SHARED_BYTES_MIN", 0)
     spec = model_spec(
         row_ids(tmp_path / "m"),
-        loading=LoadingSpec(is_sandboxed=True, sandbox_s=60.0, cache=str(tmp_path / "cache")),
+        loading=LoadingSpec(
+            is_sandboxed=is_sandboxed,
+            is_shared=True,
+            sandbox_s=60.0,
+            cache=str(tmp_path / "cache"),
+        ),
     )
     timeouts_s: list[float] = []
     verdict = Verdict(refusal="it was late", is_late=True)
@@ -287,9 +298,56 @@ def test_sandboxed_load_gets_the_remaining_time_and_its_timeout_is_not_cached(
 
     with monkeypatch.context() as patch:
         patch.setattr(opening.WeightStore, "find", find_delayed)
-        with pytest.raises(ManifestError, match="it was late"):
-            open_model(spec, 1, open_stub_model, "1")
+        if is_sandboxed:
+            with pytest.raises(ManifestError, match="it was late"):
+                open_model(spec, 1, open_stub_model, "1")
+        else:
+            model = open_model(spec, 1, open_stub_model, "1")
+            assert model.notices == ("weights are not shared: it was late",)
     assert timeouts_s[-1] <= 10
     verdict = Verdict()
     open_model(spec, 1, open_stub_model, "1")
     assert len(timeouts_s) == 2
+
+
+def test_load_after_a_crash_of_the_copy_is_final_by_its_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The crash came late, so the load of the model itself had too little time."""
+    monkeypatch.setattr(opening, "SHARED_BYTES_MIN", 0)
+    loading = LoadingSpec(
+        is_sandboxed=True, is_shared=True, sandbox_s=60.0, cache=str(tmp_path / "cache")
+    )
+    spec = model_spec(row_ids(tmp_path / "m"), loading=loading)
+    timeouts_s: list[float] = []
+
+    def stub_sandbox(*_: Any, seconds: float, folder: Path | None = None, **__: Any) -> Verdict:
+        timeouts_s.append(seconds)
+        if folder is None:
+            return Verdict(refusal="it was late", is_late=True)
+        now_ns = opening.clock.now_ns() + 40 * opening.clock.NS_PER_S
+        monkeypatch.setattr(opening.clock, "now_ns", lambda: now_ns)
+        return Verdict(refusal="it crashed")
+
+    monkeypatch.setattr(opening, "load_in_sandbox", stub_sandbox)
+    with pytest.raises(ManifestError, match=r"it was late$"):
+        open_model(spec, 1, open_stub_model, "1")
+    assert len(timeouts_s) == 2 and timeouts_s[1] <= 20
+    monkeypatch.setattr(opening, "load_in_sandbox", lambda *_, **__: Verdict())
+    open_model(spec, 1, open_stub_model, "1")
+
+
+def test_model_that_crashed_is_refused_once_the_sandbox_is_enabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the sandbox, the crash was only the reason for a private copy of the weights."""
+    monkeypatch.setattr(opening, "SHARED_BYTES_MIN", 0)
+    monkeypatch.setattr(opening, "load_in_sandbox", lambda *_, **__: Verdict(refusal="it crashed"))
+    loading = LoadingSpec(is_shared=True, cache=str(tmp_path / "cache"))
+    spec = model_spec(row_ids(tmp_path / "m"), loading=loading)
+    model = open_model(spec, 1, open_stub_model, "1")
+    assert model.notices == ("weights are not shared: it crashed, when its copy was made",)
+    loading = msgspec.structs.replace(loading, is_sandboxed=True)
+    spec = msgspec.structs.replace(spec, loading=loading)
+    with pytest.raises(ManifestError, match="it crashed"):
+        open_model(spec, 1, open_stub_model, "1")

@@ -115,6 +115,18 @@ def test_incomplete_entry_is_removed(store: WeightStore, tmp_path: Path) -> None
     assert store.find("k") is not None
 
 
+def test_entry_whose_removal_was_interrupted_is_removed(tmp_path: Path) -> None:
+    """A folder that is no entry is left alone."""
+    cache = tmp_path / "cache"
+    store = WeightStore(cache, 1 << 20)
+    add_entry(store, "half")
+    (cache / "half" / RECORD).unlink()
+    (cache / "other").mkdir()
+    add_entry(store, "k")
+
+    assert {path.name for path in cache.iterdir()} == {"k", "k.lock", "other"}
+
+
 def test_one_worker_creates_an_entry_and_others_wait_until_their_deadline(
     store: WeightStore,
 ) -> None:

@@ -233,7 +233,8 @@ class _CachedLoad(NamedTuple):
     def _add(self, deadline_ns: int) -> None:
         """Run the sandboxed load, and cache its verdict.
 
-        A timeout after a long wait for the lock is reported and not cached: the load had less time.
+        A timeout is reported and not cached if the load had less time, after a long wait for the
+        lock or after a crash of the copy.
         """
         store, key, spec, cores, source, files, limit_s, is_shared = self
         has_engines = needs_engines(spec)
@@ -248,14 +249,16 @@ class _CachedLoad(NamedTuple):
             # The optimised copy may crash the runtime where the model itself does not.
             note = f"{verdict.refusal}, when its copy was made"
             passed_s = (clock.now_ns() - begun_ns) / clock.NS_PER_S
-            left_s = max(seconds - passed_s, SANDBOX_S_MIN)
-            verdict = load_in_sandbox(spec, cores, source.libraries, seconds=left_s)
+            seconds = max(seconds - passed_s, SANDBOX_S_MIN)
+            verdict = load_in_sandbox(spec, cores, source.libraries, seconds=seconds)
         is_final = not verdict.is_late or seconds > limit_s / 2
         try:
             require_unchanged(files.stamps)
             if is_required and (verdict.error or not is_final):
                 raise ManifestError(verdict.error or verdict.refusal)
-        except ManifestError:
+            if not is_final and not note:
+                raise ConfigError(verdict.refusal)
+        except (ConfigError, ManifestError):
             store.discard(key)
             raise
         if is_required:
@@ -305,7 +308,7 @@ def _entry_key(
         spec.optimization_level,
         spec.rows_max,
         spec.string_bytes,
-        spec.loading.is_shared,
+        (spec.loading.is_sandboxed, spec.loading.is_shared),
         (spec.loading.sandbox_s, spec.loading.sandbox_bytes),
         *(more or ()),
     ]

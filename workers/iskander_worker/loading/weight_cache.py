@@ -140,7 +140,7 @@ class WeightStore:
     @contextlib.contextmanager
     def locked(self, key: str, deadline_ns: int, *, is_exclusive: bool = False) -> Iterator[None]:
         """Hold the lock of an entry, shared or exclusively."""
-        path = self._folder / f"{key}.lock"
+        path = self._lock_path(key)
         while True:
             try:
                 fd = _lock(path, fcntl.LOCK_EX if is_exclusive else fcntl.LOCK_SH)
@@ -156,15 +156,16 @@ class WeightStore:
         finally:
             os.close(fd)
 
+    def _lock_path(self, key: str) -> Path:
+        return self._folder / f"{key}.lock"
+
     def _evict(self, kept: str) -> None:
         """Remove the least recently used entries that are not locked, until all fit."""
         used = []
         for folder in self._folder.iterdir():
             if folder.is_dir() and folder.name != kept:
                 with contextlib.suppress(OSError):
-                    is_unfinished = folder.name.startswith(".new-")
-                    used_ns = 0 if is_unfinished else (folder / RECORD).stat().st_mtime_ns
-                    used.append((used_ns, _bytes_in(folder), folder))
+                    used.append((self._used_ns(folder), _bytes_in(folder), folder))
         total = sum(length for _, length, _ in used) + _bytes_in(self._folder / kept)
         count = len(used) + 1
         for used_ns, length, folder in sorted(used):
@@ -173,8 +174,18 @@ class WeightStore:
             if self._remove(folder):
                 total, count = total - length, count - 1
 
+    def _used_ns(self, folder: Path) -> int:
+        """Time of an entry's last use; 0 if its creation or removal was interrupted."""
+        if folder.name.startswith(".new-"):
+            return 0
+        record = folder / RECORD
+        # A folder without a lock is no entry.
+        if self._lock_path(folder.name).exists() and not record.exists():
+            return 0
+        return record.stat().st_mtime_ns
+
     def _remove(self, folder: Path) -> bool:
-        path = self._folder / f"{folder.name.removeprefix('.new-')}.lock"
+        path = self._lock_path(folder.name.removeprefix(".new-"))
         try:
             fd = _lock(path, fcntl.LOCK_EX)
         except OSError:
