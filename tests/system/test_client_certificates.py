@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import http.client
+import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from pyarrow import flight
+from support.http2 import PREFACE, settings
 from support.models import row_ids
 from support.processes import Gateway, eventually, running
 from support.reference_client import ReferenceClient
@@ -276,3 +278,38 @@ def test_revoked_certificate_is_rejected(server: CertificateServer) -> None:
 
     eventually(is_rejected, what="the revocation")
     assert server.outcome("spiffe.pem") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_session_of_a_revoked_certificate_is_not_resumed(
+    server: CertificateServer, version: ssl.TLSVersion
+) -> None:
+    number = server.authority.issue("resumed.pem", SPIFFE)
+    context = ssl.create_default_context(cafile=str(server.folder / "roots.pem"))
+    context.load_cert_chain(server.folder / "resumed.pem")
+    context.minimum_version = context.maximum_version = version
+    host, _, port = server.gateway.address.rpartition(":")
+
+    def connect(session: ssl.SSLSession | None) -> ssl.SSLSession | None:
+        """Connect, and read the settings of the server, after its tickets; return the session."""
+        with (
+            socket.create_connection((host, int(port)), timeout=10) as raw,
+            context.wrap_socket(raw, server_hostname=host, session=session) as secure,
+        ):
+            secure.sendall(PREFACE + settings())
+            if not secure.recv(1):
+                raise ConnectionError("closed by the server")
+            return secure.session
+
+    session = connect(None)
+    server.authority.revoke(number)
+
+    def is_rejected() -> bool:
+        try:
+            connect(session)
+        except OSError:
+            return True
+        return False
+
+    eventually(is_rejected, what="the revocation")
