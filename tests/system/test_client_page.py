@@ -14,6 +14,7 @@ from support.models import ROOT, TWO_TOWER
 from support.processes import Gateway, running
 
 from iskander import errors
+from iskander.client.retry import is_retryable
 
 PAGE = (ROOT / "docs" / "client.md").read_text()
 ADDRESSES = ("127.0.0.1:50051", "127.0.0.1:50052")
@@ -68,8 +69,7 @@ def test_errors_of_the_page_exist_with_their_retries() -> None:
     (section,) = [text for heading, text in SECTIONS if heading == "Errors"]
     rows = re.findall(r"^\| (`.+?) \| .+? \| (yes|no)(?:,.*?)? \|", section, re.M)
     assert len(rows) > 10
-    scheduled = ("DeadlineUnreachable", "DroppedFromQueue")
     for names, retried in rows:
         for name in re.findall(r"`(\w+)`", names):
-            is_retried = getattr(errors, name).retryable and name not in scheduled
-            assert is_retried == (retried == "yes"), name
+            error = getattr(errors, name)("reason")
+            assert is_retryable(error) == (retried == "yes"), name
