@@ -96,6 +96,12 @@ def test_stop_timeout_covers_the_drain() -> None:
     assert "TimeoutStopSec=237\n" in files(server)[f"{GATEWAY}.d/plan.conf"]
 
 
+def writable(found: dict[str, str]) -> list[str]:
+    """Return the lines of the gateway's drop-in that permit folders."""
+    lines = found[f"{GATEWAY}.d/plan.conf"].splitlines()
+    return [line for line in lines if line.startswith("ReadWritePaths=")]
+
+
 def test_writable_folders_are_those_of_sockets_cache_and_runtime_directory() -> None:
     sections = split() | {
         "server": {"address": ["unix:/srv/a b/x.sock"], "runtime_directory": "/srv/run"},
@@ -104,8 +110,7 @@ def test_writable_folders_are_those_of_sockets_cache_and_runtime_directory() -> 
         "loading": {"cache": "/srv/cache"},
     }
     found = files(sections)
-    lines = found[f"{GATEWAY}.d/plan.conf"].splitlines()
-    assert [line for line in lines if line.startswith("ReadWritePaths=")] == [
+    assert writable(found) == [
         'ReadWritePaths="/srv/a b"',
         "ReadWritePaths=/srv/cache",
         "ReadWritePaths=/srv/events",
@@ -126,8 +131,7 @@ def test_gateway_writes_to_the_folders_of_its_logs_and_references() -> None:
         "drift": {"folder": "/srv/drift"},
     }
     found = files(sections)
-    lines = found[f"{GATEWAY}.d/plan.conf"].splitlines()
-    assert [line for line in lines if line.startswith("ReadWritePaths=")] == [
+    assert writable(found) == [
         "ReadWritePaths=/srv/audit",
         "ReadWritePaths=/srv/drift",
         "ReadWritePaths=/srv/keys",
