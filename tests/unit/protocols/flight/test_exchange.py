@@ -22,7 +22,13 @@ from iskander.auth.source import Source
 from iskander.config.schema import Config
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
-from iskander.errors import IskanderError, LimitExceeded, Overloaded
+from iskander.errors import (
+    Draining,
+    IskanderError,
+    LimitExceeded,
+    Overloaded,
+    Unauthenticated,
+)
 from iskander.protocols.flight.codec import StreamCodec
 from iskander.protocols.flight.data import read_flight_data
 from iskander.protocols.flight.exchange import Exchange, RejectedBatch
@@ -154,6 +160,39 @@ async def test_error_of_a_dictionary_ends_a_stream_with_in_band_errors(cause: st
 
     kinds = [ipc.read_message(read_flight_data(each).header).kind for each in responses]
     assert kinds == [ipc.DICTIONARY_BATCH, ipc.RECORD_BATCH]
+
+
+@pytest.mark.parametrize(
+    ("end_error", "expected"),
+    [(Unauthenticated("revoked"), Unauthenticated), (None, Draining)],
+)
+@in_loop
+async def test_split_batch_that_waits_for_memory_fails_with_the_reason_of_the_end(
+    end_error: IskanderError | None, expected: type[IskanderError]
+) -> None:
+    call = SimpleNamespace(metadata=(), deadline_ns=None, source=Source(), is_blocked=False)
+    stream = exchange_of(call)
+
+    async def wait_for_memory(_: object) -> None:
+        stream._end_error = end_error
+        await asyncio.get_running_loop().create_future()
+
+    arena: Any = SimpleNamespace(admit=lambda _: False, admit_later=wait_for_memory)
+    failures: list[IskanderError] = []
+    split: Any = SimpleNamespace(
+        requests=[object()],
+        error=None,
+        held_bytes=0,
+        fail=lambda _, error: failures.append(error),
+    )
+    stream._input_arena = arena
+    task = asyncio.create_task(stream._admit_portions(split))
+    await until(lambda: stream._unwritten)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [type(error) for error in failures] == [expected]
 
 
 def frames_of(*values: str, compression: str | None = None) -> list[bytes]:
