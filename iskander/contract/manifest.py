@@ -120,6 +120,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         inputs: Every input of the graph.
         outputs: Result columns, in order.
         passthrough: Request columns that the response returns unchanged.
+        combine: Whether rows of several requests may run as one batch; by default, as measured at
+            the load. `false` also runs each request as a whole.
         columns: Position of passed-through columns relative to the outputs, or all column names in
             order.
         graph: Tensors of a model whose files declare none.
@@ -146,6 +148,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     torch: TorchSection = TorchSection()
     steps: Steps = ()
     remote: RemoteSection | None = None
+    combine: bool | None = None
 
 
 def model_file(path: Path, backend: str = "onnx") -> Path:

@@ -24,10 +24,11 @@ import msgspec
 from msgspec import Meta
 
 from iskander.clock import NS_PER_S
+from iskander.contract.row_relation import RowRelation
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 RUN_NS_MAX = 86_400 * NS_PER_S
 """Of a batch; a faulty clock must not decide which lane is next."""
 
@@ -229,6 +230,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     Attributes:
         files_sha256: Hash of the names and contents of the model's files, in hexadecimal; empty if
             there are too many files.
+        rows: Whether its rows affect each other's results.
     """
 
     model: int
@@ -237,6 +239,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     threads: int
     load_ms: float
     files_sha256: str = ""
+    rows: RowRelation = RowRelation()
 
 
 class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"):

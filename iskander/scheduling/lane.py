@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from iskander.config.models import LaneConfig
 from iskander.contract.buckets import variants
+from iskander.contract.row_relation import INDEPENDENT, RowRelation, weakest
 from iskander.contract.tensors import Contract
 from iskander.control.messages import ModelSpec
 from iskander.errors import (
@@ -78,6 +79,7 @@ class Lane:
         has_both_kinds: Workers with and without a GPU may load the model.
         quorum: Number of workers at which the model is ready.
         contract: None until the first worker has loaded the model.
+        relation: Whether the rows of the model affect each other's results.
         files_sha256: Hash of the model's files when the first worker loaded them; empty if unknown.
         workers: Workers with the model loaded that accept batches, by incarnation.
         has_limits: The settings limit the latency or age of requests that name no limit.
@@ -112,6 +114,7 @@ class Lane:
         self.has_both_kinds = len(model.devices) > 1
         self.quorum = quorum
         self.contract: Contract | None = None
+        self.relation = INDEPENDENT
         self.files_sha256 = ""
         self.workers: dict[int, WorkerSlot] = {}
         self.is_awaiting_worker = False
@@ -214,12 +217,19 @@ class Lane:
         if self.contract is not None:
             self._make_rules(self.contract)
 
-    def set_contract(self, contract: Contract) -> None:
-        """Apply the contract that the first worker compiled."""
+    def set_contract(self, contract: Contract, relation: RowRelation = INDEPENDENT) -> None:
+        """Apply the contract that the first worker compiled, and its measurement of the rows."""
+        self.relation = relation
         # Last, because it may raise for the contract of a faulty worker.
         self.layouts_by_bucket = tuple(map(LayoutCache, variants(contract)))
         self._make_rules(contract)
         self.contract = contract
+
+    def weaken_relation(self, relation: RowRelation) -> None:
+        """Apply the measurement of another worker, if it permits less."""
+        self.relation = weakest(self.relation, relation)
+        assert self.contract is not None
+        self._make_rules(self.contract)
 
     def _make_rules(self, contract: Contract) -> None:
         rules = make_rules(

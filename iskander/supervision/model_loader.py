@@ -289,11 +289,13 @@ class ModelLoader:
     def _set_or_match_contract(self, lane: Lane, answer: Loaded) -> None:
         if lane.contract is None:
             require_output_space(answer.contract, lane.model.rows_max, self.output_bytes)
-            lane.set_contract(answer.contract)
+            lane.set_contract(answer.contract, answer.rows)
             lane.files_sha256 = answer.files_sha256
         elif lane.contract != answer.contract:
             lane.is_stale = True
             raise ManifestError(CHANGED)
+        else:
+            lane.weaken_relation(answer.rows)
 
 
 def _may_build_engines(item: tuple[int, Lane]) -> bool:

@@ -17,6 +17,7 @@ import pytest
 
 from iskander.contract.column_types import ColumnType
 from iskander.contract.outputs import Rank
+from iskander.contract.row_relation import RowRelation
 from iskander.contract.tensors import Contract, ResultColumn, TensorSpec
 from iskander.control import messages
 from iskander.control.channel import FRAME_BYTES_MAX
@@ -131,6 +132,14 @@ SAMPLES: dict[str, Any] = {
     ),
     "Loaded with the hash of the files": Loaded(
         3, CONTRACT, ("CPUExecutionProvider",), 4, 8.0, "ab" * 32
+    ),
+    "Loaded with dependent rows": Loaded(
+        3,
+        CONTRACT,
+        (),
+        1,
+        0.0,
+        rows=RowRelation("dependent", "row 1 differs by 0.5 in a batch of 8 rows", combine=False),
     ),
     "Loaded with defaults": Loaded(0, Contract((), (), "all"), (), 1, 0.0),
     "LoadStep": LoadStep(model=3, step="building TensorRT engines", seconds=20.0),

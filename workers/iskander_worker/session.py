@@ -19,6 +19,7 @@ from iskander.contract.compile import compile_contract
 from iskander.contract.labels import read_labels
 from iskander.contract.manifest import WarmUp, model_file, read_manifest
 from iskander.contract.postprocess import compile_outputs
+from iskander.contract.row_relation import INDEPENDENT
 from iskander.contract.rows import RowCopier
 from iskander.contract.tensors import Contract
 from iskander.control.messages import ModelSpec
@@ -41,6 +42,7 @@ class Session:
         notices: Problems that do not prevent serving.
         digest: Digest of the model version, for heartbeats.
         files_sha256: Hash of the model's files, of `Loaded`.
+        relation: Whether its rows affect each other's results.
         device: GPU that it computes on, if any.
         launcher: Of a model on a device, unless a tensor must be converted on the host.
         workspaces: Device memory of each slot; empty without a launcher.
@@ -81,6 +83,8 @@ class Session:
             self._compute = vocabularies.around(self._compute)
         self.digest = model_digest(spec.name, spec.version)
         self._folder = model_file(Path(spec.path)).parent
+        combine = manifest.combine if manifest is not None else None
+        self.relation = msgspec.structs.replace(INDEPENDENT, combine=combine)
         self._warm_up = manifest.warm_up if manifest is not None else WarmUp()
         self.notices: tuple[str, ...] = getattr(model, "notices", ())
         self.threads, self.providers = model.threads, model.providers

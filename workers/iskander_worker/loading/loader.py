@@ -155,6 +155,7 @@ class _Load:
                 session.threads,
                 load_ms,
                 session.files_sha256,
+                session.relation,
             ),
         ]
 

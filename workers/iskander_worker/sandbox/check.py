@@ -40,6 +40,13 @@ def check_load(spec: ModelSpec, cores: int) -> Loaded:
         raise
     except BaseException as error:
         raise load_error(error) from None
-    loaded = Loaded(spec.key, session.contract, session.providers, session.threads, 0.0)
+    loaded = Loaded(
+        spec.key,
+        session.contract,
+        session.providers,
+        session.threads,
+        0.0,
+        rows=session.relation,
+    )
     session.close()
     return loaded

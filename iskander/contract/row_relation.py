@@ -1,0 +1,65 @@
+"""Relation between the rows of a model: whether one row's result depends on the other rows.
+
+A worker measures it when it loads a model version, and the manifest's `combine` overrides the
+measurement. Everything that joins, cuts or pads rows obeys it.
+
+Pure. Runs on: gateway and workers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Verdict = Literal["independent", "approximate", "undecided", "dependent"]
+"""In the order of what they permit, the most first."""
+
+_ORDER: tuple[Verdict, ...] = ("independent", "approximate", "undecided", "dependent")
+EVIDENCE_CHARACTERS_MAX = 400
+
+
+class RowRelation(msgspec.Struct, frozen=True, array_like=True):
+    """Whether the rows of a batch affect each other's results.
+
+    Attributes:
+        verdict: `independent`: the result of a row is the same in every batch, within the tolerance
+            of `contract.tolerance`. `approximate`: it differs by little, as with dynamic
+            quantization. `dependent`: it depends on the other rows. `undecided`: the measurement
+            could not find out.
+        evidence: What was run and found, for people.
+        combine: `combine` of the manifest; None: the verdict decides.
+    """
+
+    verdict: Verdict = "undecided"
+    evidence: str = "not measured"
+    combine: bool | None = None
+
+    @property
+    def is_combinable(self) -> bool:
+        """Whether rows of several requests may run as one batch."""
+        return self.verdict == "independent" if self.combine is None else self.combine
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each request must be one run with exactly its rows: not cut, joined or padded."""
+        if self.combine is None:
+            return self.verdict in ("undecided", "dependent")
+        return not self.combine
+
+    @property
+    def reason(self) -> str:
+        """Why requests are not combined; of a model whose requests are, what was measured."""
+        if self.combine is not None:
+            text = "true" if self.combine else "false"
+            return f"the manifest has combine = {text}; measured: {self.verdict}, {self.evidence}"
+        return f"its rows are {self.verdict}: {self.evidence}"
+
+
+INDEPENDENT = RowRelation("independent", "")
+
+
+def weakest(first: RowRelation, second: RowRelation) -> RowRelation:
+    """The relation that permits less, of two measurements of one model version."""
+    is_weaker = _ORDER.index(second.verdict) > _ORDER.index(first.verdict)
+    return second if is_weaker else first
