@@ -41,6 +41,8 @@ def add_commands(commands: Commands) -> None:
     record.add_argument(
         "--map", action="append", default=[], metavar="INPUT=COLUMN", help="repeatable"
     )
+    sentence = "read files of a table as they are"
+    record.add_argument("--plain-files", action="store_true", help=sentence)
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -99,6 +101,7 @@ def _record(arguments: argparse.Namespace) -> int:
         config=arguments.config,
         output=arguments.output,
         columns=columns,
+        plain_files=arguments.plain_files,
     )
     if arguments.json:
         command.print_json(recorded._asdict() | {"file": str(recorded.file)})

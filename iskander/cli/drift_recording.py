@@ -62,6 +62,7 @@ def record(
     config: str | None,
     output: Path | None,
     columns: Mapping[str, str],
+    plain_files: bool = False,
 ) -> Recorded:
     """Record a reference.
 
@@ -71,6 +72,7 @@ def record(
         config: Configuration that serves the model.
         output: File to write; None: beside the model.
         columns: Column of the data for the name of an input, where they differ.
+        plain_files: Read the files of a table as they are.
 
     Raises:
         InvalidReference: Nothing was recorded, or the file cannot be written.
@@ -94,14 +96,21 @@ def record(
         ) as server:
             server.start()
             with Client(server.address) as client:
-                sent = _send(client, name, inputs, columns)
+                sent = _send(client, name, inputs, columns, plain_files=plain_files)
                 _wait_summarized(client, sent)
         reference = _read(references, name)
     write_reference(file, msgspec.structs.replace(reference, origin="training", is_complete=True))
     return Recorded(file, sent, reference.rows, len(reference.columns))
 
 
-def _send(client: Client, name: str, inputs: Sequence[str], columns: Mapping[str, str]) -> int:
+def _send(
+    client: Client,
+    name: str,
+    inputs: Sequence[str],
+    columns: Mapping[str, str],
+    *,
+    plain_files: bool,
+) -> int:
     """Score all rows; return their number."""
     description = describe(client, name, None)
     schema = description.input_schema
@@ -110,7 +119,7 @@ def _send(client: Client, name: str, inputs: Sequence[str], columns: Mapping[str
         for each in description.input_types
         if each in schema.names and not pa.types.is_nested(schema.field(each).type)
     }
-    source = open_source(inputs, types=types)
+    source = open_source(inputs, types=types, plain_files=plain_files)
     try:
         matching = Matching(description, source.schema, columns=columns)
         matched = map(matching.apply, _batches(source))

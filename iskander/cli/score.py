@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep", metavar="COLUMN,...", help="input columns in the output (default: all)")
     add("--filter", metavar="TEXT", help="such as \"a > 3 and b in ['x', 'y']\"")
     add("--limit", type=int, metavar="ROWS", help="first rows after the filter")
+    add("--plain-files", action="store_true", help="read files of a table as they are")
     add("--on-error", default="fail", metavar="WHAT", help="fail, null or quarantine=FOLDER")
 
     group = parser.add_argument_group("output")
@@ -200,6 +201,7 @@ def _job(arguments: argparse.Namespace, model: str, version: str | None) -> Job:
         restart=arguments.restart,
         unattended=arguments.unattended,
         state=arguments.state,
+        plain_files=arguments.plain_files,
     )
 
 
@@ -330,7 +332,10 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
             version = None if earlier is None else earlier.version
         description = describe(server.client, job.model, version)
         source = open_source(
-            job.inputs, unit_bytes=job.unit_bytes, types=csv_types(job, description)
+            job.inputs,
+            unit_bytes=job.unit_bytes,
+            types=csv_types(job, description),
+            plain_files=job.plain_files,
         )
         stack.callback(source.close)
         planned = plan_job(job, source, description)

@@ -40,6 +40,8 @@ class SourceConfig(Section, frozen=True, kw_only=True):
             applies in addition.
         unit_rows: Rows of one endpoint, rounded to row groups; by default an endpoint has 128 MiB
             of files at most.
+        plain_files: Read the files of a Delta, Iceberg or Hudi table as they are, with removed and
+            repeated rows. Without it they are an error.
     """
 
     restart_reason: ClassVar[str] = "sources are created at the start"
@@ -51,6 +53,7 @@ class SourceConfig(Section, frozen=True, kw_only=True):
     keep: Names | None = None
     filter: Filter = ""
     unit_rows: UnitRows | None = None
+    plain_files: bool = False
 
     @property
     def version_text(self) -> str | None:

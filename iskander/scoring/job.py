@@ -64,6 +64,7 @@ class Job:
         unattended: Do nothing if the output has exactly these results, and delete the state of an
             earlier run of another input or model unless it has begun its commit.
         state: State folder; None is the default of `state_folder`.
+        plain_files: Read the files of a table as they are.
     """
 
     model: str
@@ -87,6 +88,7 @@ class Job:
     restart: bool = False
     unattended: bool = False
     state: str | None = None
+    plain_files: bool = False
 
     def __post_init__(self) -> None:
         """Check each option and the options that exclude each other."""

@@ -53,6 +53,16 @@ class ConfinedFileSystem(pafs.LocalFileSystem):  # type: ignore[misc]
             return list(self._listed(wanted.base_dir, is_recursive=wanted.recursive))
         return self._info(wanted)
 
+    def local(self, path: str) -> str:
+        """Return the machine's path of a path; see `LocalPaths`."""
+        return os.path.join(self._root, path.partition("/")[2]).rstrip("/")
+
+    def shown(self, real: str) -> str:
+        """Return a path of the machine for messages, which have no absolute path."""
+        if os.path.commonpath([self._root, real]) != self._root:
+            return f"that contains source `{self._name}`"
+        return f"{self._name}{real[len(self._root) :]}"
+
     def _info(self, path: str) -> pafs.FileInfo:
         try:
             with self._opened(path) as descriptor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Final
 
 import pyarrow as pa
@@ -17,18 +16,20 @@ from iskander.client.sharing import can_share
 from iskander.errors import LimitExceeded, PermissionDenied, Unsupported
 from iskander.scoring.filters import BYTES_MAX, parse_filter
 from iskander.scoring.job import STREAM, Job
-from iskander.scoring.plan import Unit, total_rows
+from iskander.scoring.plan import total_rows
 from iskander.scoring.planning import csv_types, plan_job
 from iskander.scoring.sinks.schemas import plain_schema
 from iskander.scoring.sources.files import FileSource
 from iskander.scoring.sources.places import Place
 from iskander.scoring.sources.reading import needed_columns, projected
+from iskander.scoring.sources.tables import Advice
 from iskander.source_reader.confined import opened_root
 from iskander.source_reader.parts import Part, encode_part, joined
 from iskander.sources.messages import PARTS_BYTES_MAX, Planned, PlanRequest
 
 _EACH: Final = 1
 """Bytes of a unit that give one unit for each row group."""
+_ADVICE: Final = Advice("`plain_files` of the source", has_tables=False)
 
 
 def plan(request: PlanRequest) -> Planned:
@@ -47,11 +48,16 @@ def plan(request: PlanRequest) -> Planned:
         if path != request.source:
             raise Unsupported(f"source `{request.source}` is one file; `path` needs a folder")
         path = f"{path}/{request.path}"
-    place = Place(files, path, path)
+    place = Place(files, path, path, local=files)
     text = both(request.filters)
     job = scoring_job(description.name, text)
-    source = FileSource([place], unit_bytes=_EACH, types=csv_types(job, description))
-    _require_no_delta_table(place, source.units())
+    source = FileSource(
+        [place],
+        unit_bytes=_EACH,
+        types=csv_types(job, description),
+        plain_files=request.plain_files,
+        advice=_ADVICE,
+    )
     results = description.output_schema.names
     kept = kept_columns(request, source.schema, results)
     planned = plan_job(scoring_job(description.name, text, kept), source, description)
@@ -82,15 +88,6 @@ def plan(request: PlanRequest) -> Planned:
         )
     rows = None if text else total_rows(units)
     return Planned(output.serialize().to_pybytes(), parts, -1 if rows is None else rows)
-
-
-def _require_no_delta_table(place: Place, units: Sequence[Unit]) -> None:
-    """Reject files of a Delta table, which has rows of removed files too, wherever it begins."""
-    parents = {each["path"].rpartition("/")[0] for unit in units for each in unit.locator["files"]}
-    folders = {part for each in parents for part in accumulate(each.split("/"), "{}/{}".format)}
-    for folder in sorted(folders):
-        if place.is_folder(f"{folder}/_delta_log"):
-            raise Unsupported(f"{folder} is a Delta table; only files are supported")
 
 
 def scoring_job(model: str, filter: str, keep: tuple[str, ...] | None = None) -> Job:

@@ -104,6 +104,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         parts_max: Parts of the answer.
         permitted: Columns that may be returned with the results; None for all.
         path, keep, columns, unit_rows: As in `SourceQuery`.
+        plain_files: As in `SourceConfig`.
     """
 
     source: str
@@ -116,6 +117,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     keep: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
     unit_rows: int | None = None
+    plain_files: bool = False
 
 
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True, tag="read"):

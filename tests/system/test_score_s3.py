@@ -93,6 +93,19 @@ def test_glob(bucket: Any) -> None:
     assert ids(FileSource([f"s3://{bucket[1]}/**/?.parquet"])) == [1, 2]
 
 
+@pytest.mark.parametrize("mark", ["_delta_log/0.json", ".hoodie/x", "metadata/v1.metadata.json"])
+@pytest.mark.parametrize("key", ["lake", "lake/*/*", "lake/t/p=b", "lake/t/p=b/a.parquet", "**"])
+def test_files_of_a_table_are_rejected(bucket: Any, mark: str, key: str) -> None:
+    write(bucket, "lake/t/p=b/a.parquet", table(0, 1))
+    with bucket[0].open_output_stream(f"{bucket[1]}/lake/t/{mark}") as file:
+        file.write(b"{}")
+    table_uri = rf"s3://{bucket[1]}/lake/t,"
+    with pytest.raises(SourceError, match=rf"belongs to the \w+ table {table_uri}"):
+        open_source([f"s3://{bucket[1]}/{key}"])
+    plain = open_source([f"s3://{bucket[1]}/lake/t/p=b/"], plain_files=True)
+    assert ids(plain) == [0]
+
+
 def test_endpoint_of_the_uri_is_used(
     bucket: Any, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

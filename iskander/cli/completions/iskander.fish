@@ -168,6 +168,7 @@ complete -c iskander -n '_shtab_iskander_using drift record' -l json -d 'print o
 complete -c iskander -n '_shtab_iskander_using drift record' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'default: drift-reference.msgpack beside the model'
 complete -c iskander -n '_shtab_iskander_using drift record' -l config -xka "(__fish_complete_path (commandline -ct))" -d 'configuration with the model, and a share in its [models.drift]'
 complete -c iskander -n '_shtab_iskander_using drift record' -l map -x -d repeatable
+complete -c iskander -n '_shtab_iskander_using drift record' -l plain-files -d 'read files of a table as they are'
 complete -c iskander -n '_shtab_iskander_using; and test $_shtab_iskander_npos -eq 0' -a events -d 'Print the events of a server, live: completed requests, changes of workers, models.'
 complete -c iskander -n '_shtab_iskander_using events' -s h -l help -d 'show this help message and exit'
 complete -c iskander -n '_shtab_iskander_using events' -l address -x -d 'default: 127.0.0.1:50051'
@@ -221,6 +222,7 @@ complete -c iskander -n '_shtab_iskander_using score' -l map -x -d repeatable
 complete -c iskander -n '_shtab_iskander_using score' -l keep -x -d 'input columns in the output (default: all)'
 complete -c iskander -n '_shtab_iskander_using score' -l filter -x -d 'such as "a > 3 and b in ['"'"'x'"'"', '"'"'y'"'"']"'
 complete -c iskander -n '_shtab_iskander_using score' -l limit -x -d 'first rows after the filter'
+complete -c iskander -n '_shtab_iskander_using score' -l plain-files -d 'read files of a table as they are'
 complete -c iskander -n '_shtab_iskander_using score' -l on-error -x -d 'fail, null or quarantine=FOLDER'
 complete -c iskander -n '_shtab_iskander_using score' -l partition-by -x -d 'hive folders'
 complete -c iskander -n '_shtab_iskander_using score' -l sort-by -x -d 'order of all rows'

@@ -193,6 +193,7 @@ _shtab_iskander_drift_record_options=(
   {-o,--output}"[default\: drift-reference.msgpack beside the model]:FILE:_files"
   "--config[configuration with the model, and a share in its \[models.drift\]]:FILE:_files"
   "*--map[repeatable]:INPUT=COLUMN:"
+  "--plain-files[read files of a table as they are]"
   ":file or folder\; with --config its name:"
   "(*):files, folders, URIs, a table:"
 )
@@ -343,6 +344,7 @@ _shtab_iskander_score_options=(
   "--keep[input columns in the output (default\: all)]:COLUMN,...:"
   "--filter[such as \"a \> 3 and b in \[\'x\', \'y\'\]\"]:TEXT:"
   "--limit[first rows after the filter]:ROWS:"
+  "--plain-files[read files of a table as they are]"
   "--on-error[fail, null or quarantine\=FOLDER]:WHAT:"
   "--partition-by[hive folders]:COLUMN,...:"
   "--sort-by[order of all rows]:COLUMN,...:"

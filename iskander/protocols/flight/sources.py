@@ -277,6 +277,7 @@ class FlightSources:
             columns=query.columns,
             permitted=source.keep,
             unit_rows=query.unit_rows or source.unit_rows,
+            plain_files=source.plain_files,
         )
         async with contextlib.aclosing(self._readers.answers(request, call.source)) as frames:
             found = [frame async for frame in frames]

@@ -7,11 +7,11 @@ Runs in: the operator's tool, threads of one process.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import pyarrow as pa
 
-from iskander.errors import SourceError
+from iskander.errors import ConfigError, SourceError
 from iskander.scoring.filters import Filter
 from iskander.scoring.job import STREAM, UNIT_BYTES
 from iskander.scoring.plan import Unit
@@ -69,6 +69,7 @@ def open_source(
     *,
     unit_bytes: int = UNIT_BYTES,
     types: Mapping[str, pa.DataType] | None = None,
+    plain_files: bool = False,
 ) -> Source:
     """Open the inputs of a job and freeze their state.
 
@@ -77,11 +78,20 @@ def open_source(
         unit_bytes: Approximate bytes of one unit.
         types: Types for columns of CSV files, which have none of their own. Other columns get the
             types that their first rows suggest.
+        plain_files: Read the files of a table as they are; without it they are an error.
 
     Raises:
+        ConfigError: `plain_files` with an input that is no path of files.
         SourceError: An input does not exist or cannot be read, or the inputs do not fit together.
     """
     first = inputs[0]
+    if plain_files:
+        for each in inputs:
+            if each.startswith((DELTA, ICEBERG)) or each == STREAM:
+                raise ConfigError(
+                    f"--plain-files with the input {each}, which is not a path of files"
+                )
+        return _files(inputs, unit_bytes, types, plain_files=True)
     is_table = [is_delta(each) or each.startswith(ICEBERG) or each == STREAM for each in inputs]
     if len(inputs) > 1 and any(is_table):
         table = inputs[is_table.index(True)]
@@ -100,21 +110,33 @@ def open_source(
         from iskander.scoring.sources.delta import DeltaSource
 
         return DeltaSource(first, unit_bytes=unit_bytes)
+    return _files(inputs, unit_bytes, types, plain_files=False)
+
+
+def _files(
+    inputs: Sequence[str],
+    unit_bytes: int,
+    types: Mapping[str, pa.DataType] | None,
+    *,
+    plain_files: bool,
+) -> Source:
     from iskander.scoring.sources.files import FileSource
 
-    return FileSource(inputs, unit_bytes=unit_bytes, types=types)
+    return FileSource(inputs, unit_bytes=unit_bytes, types=types, plain_files=plain_files)
 
 
-ICEBERG = "iceberg://"
+DELTA: Final = "delta://"
+ICEBERG: Final = "iceberg://"
 
 
 def is_delta(uri: str) -> bool:
     """Whether an input is a Delta table: by its scheme, or a folder with a transaction log."""
     from iskander.scoring.sources.places import locate
+    from iskander.scoring.sources.tables import DELTA_LOG
 
-    if uri.startswith("delta://"):
+    if uri.startswith(DELTA):
         return True
     if uri == STREAM or uri.startswith(ICEBERG):
         return False
     place = locate(uri)
-    return place.is_folder(place.path + "/_delta_log")
+    return place.is_folder(f"{place.path}/{DELTA_LOG}")

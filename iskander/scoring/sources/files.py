@@ -34,6 +34,7 @@ from iskander.scoring.sources.reading import (
     open_csv,
     packed,
 )
+from iskander.scoring.sources.tables import COMMAND, Advice, Tables
 
 FORMATS: Final = {
     ".parquet": "parquet",
@@ -79,9 +80,12 @@ class FileSource(FrozenSource):
             are in the order of their paths.
         unit_bytes: Approximate bytes of a unit.
         types: Types for columns of CSV files.
+        plain_files: Read files of a table, such as a Delta table's, as they are; an error else.
+        advice: What that error recommends.
 
     Raises:
-        SourceError: No files, mixed formats, different schemas, or a damaged file.
+        SourceError: No files, files of a table, mixed formats, different schemas, or a damaged
+            file.
     """
 
     def __init__(
@@ -90,9 +94,11 @@ class FileSource(FrozenSource):
         *,
         unit_bytes: int = UNIT_BYTES,
         types: Mapping[str, pa.DataType] | None = None,
+        plain_files: bool = False,
+        advice: Advice = COMMAND,
     ) -> None:
         places = [locate(each) if isinstance(each, str) else each for each in inputs]
-        found, root_count = _found(places)
+        found, root_count = _found(places, None if plain_files else Tables(advice))
         filesystems = [place.filesystem for place in places]
         format = _common_format(found, filesystems)
         files = _open_all(found, filesystems, format, dict(types or {}))
@@ -115,13 +121,15 @@ class FileSource(FrozenSource):
         )
 
 
-def _found(places: Sequence[Place]) -> tuple[list[_Found], int]:
+def _found(places: Sequence[Place], tables: Tables | None) -> tuple[list[_Found], int]:
     """List the files of all inputs, and the number of inputs with hive folders."""
     found: list[_Found] = []
     seen: set[tuple[str, str]] = set()
     hive_inputs = 0
     for index, place in enumerate(places):
-        infos, root = expand(place)
+        infos, root = expand(place, None if tables is None else tables.note)
+        if tables is not None:
+            tables.require_plain(place, (info.path for info in infos))
         for info in infos:
             key = (place.prefix, info.path)
             if key in seen:

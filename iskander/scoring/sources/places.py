@@ -12,7 +12,7 @@ import re
 import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -27,6 +27,29 @@ MAGIC: Final = re.compile(r"[*?[]")
 """Letters of a glob."""
 
 
+class LocalPaths(Protocol):
+    """Paths of a filesystem of this machine."""
+
+    def local(self, path: str) -> str:
+        """Return the machine's path of a path of the filesystem; links are not resolved."""
+
+    def shown(self, real: str) -> str:
+        """Return a path of the machine as messages have it."""
+
+
+class _SamePaths:
+    """Filesystem with the paths of the machine."""
+
+    def local(self, path: str) -> str:
+        return path
+
+    def shown(self, real: str) -> str:
+        return real
+
+
+LOCAL_PATHS: Final = _SamePaths()
+
+
 @dataclass(frozen=True)
 class Place:
     """A path in a filesystem.
@@ -36,12 +59,14 @@ class Place:
         path: Path in it, without scheme and options, `/` between folders.
         uri: Input as it was written.
         prefix: Text before `path` in messages and locators: scheme and host, or nothing.
+        local: Paths of this machine; None in an object store.
     """
 
     filesystem: pafs.FileSystem
     path: str
     uri: str
     prefix: str = ""
+    local: LocalPaths | None = None
 
     @property
     def is_local(self) -> bool:
@@ -51,6 +76,10 @@ class Place:
     def is_folder(self, path: str) -> bool:
         """Whether a folder exists at a path of the same filesystem."""
         return bool(_info(self, path).type == pafs.FileType.Directory)
+
+    def names(self, folder: str) -> list[str]:
+        """Names in a folder of the same filesystem; none if it does not exist."""
+        return [info.base_name for info in _listing(self, folder, is_recursive=False)]
 
 
 @dataclass(frozen=True)
@@ -103,11 +132,11 @@ def locate(uri: str) -> Place:
     match = _URI.match(uri)
     if match is None:
         path = os.path.abspath(uri).replace(os.sep, "/")
-        return Place(pafs.LocalFileSystem(), path, uri)
+        return Place(pafs.LocalFileSystem(), path, uri, local=LOCAL_PATHS)
     scheme, authority, rest = match.groups()
     if scheme == "file":
         path = os.path.abspath(urllib.parse.unquote(rest)).replace(os.sep, "/")
-        return Place(pafs.LocalFileSystem(), path, uri)
+        return Place(pafs.LocalFileSystem(), path, uri, local=LOCAL_PATHS)
     options = _OPTIONS.search(rest)
     if options is not None:
         rest = rest[: options.start()]
@@ -136,11 +165,26 @@ def _filesystem(base: str) -> tuple[pafs.FileSystem, str]:
     return filesystem, root
 
 
-def expand(place: Place) -> tuple[list[pafs.FileInfo], str | None]:
+class Listener(Protocol):
+    """Function that receives each listing of `expand`."""
+
+    def __call__(
+        self, place: Place, folder: str, infos: list[pafs.FileInfo], *, is_recursive: bool
+    ) -> None:
+        """Receive all names of a folder, or of all folders below it too."""
+
+
+def expand(
+    place: Place, on_listed: Listener | None = None
+) -> tuple[list[pafs.FileInfo], str | None]:
     """List the files of a path, a glob or a folder, sorted by path.
 
     A path that exists is not a glob, whatever letters it has. In folders, names that begin with `_`
     or `.` are left out, as other tools do: they belong to writers.
+
+    Args:
+        place: The path.
+        on_listed: Receives the listings, with the names that are left out.
 
     Returns:
         The files, and the folder below which hive folders count; None if one file was named.
@@ -152,18 +196,18 @@ def expand(place: Place) -> tuple[list[pafs.FileInfo], str | None]:
     if info.type == pafs.FileType.File:
         return [info], None
     if info.type == pafs.FileType.Directory:
-        return _sorted(_below(place, place.path), place), place.path
+        return _sorted(_below(place, place.path, on_listed), place), place.path
     if not MAGIC.search(place.path):
         raise SourceError(f"{place.uri}: no such file or folder", input=place.uri)
     segments = place.path.split("/")
     fixed = next(index for index, each in enumerate(segments) if MAGIC.search(each))
     base = "/".join(segments[:fixed])
     found: dict[str, pafs.FileInfo] = {}
-    for each in _matches(place, base, segments[fixed:]):
+    for each in _matches(place, base, segments[fixed:], on_listed):
         if each.type == pafs.FileType.File:
             found[each.path] = each
         elif each.type == pafs.FileType.Directory:
-            found.update({inner.path: inner for inner in _below(place, each.path)})
+            found.update({inner.path: inner for inner in _below(place, each.path, on_listed)})
     return _sorted(list(found.values()), place), base
 
 
@@ -177,31 +221,33 @@ def _sorted(files: list[pafs.FileInfo], place: Place) -> list[pafs.FileInfo]:
     return sorted(files, key=lambda info: info.path)
 
 
-def _below(place: Place, folder: str) -> list[pafs.FileInfo]:
+def _below(place: Place, folder: str, on_listed: Listener | None) -> list[pafs.FileInfo]:
     start = len(folder.rstrip("/")) + 1
     return [
         info
-        for info in _listed(place, folder, is_recursive=True)
+        for info in _listed(place, folder, on_listed, is_recursive=True)
         if info.type == pafs.FileType.File
         and not any(part.startswith(("_", ".")) for part in info.path[start:].split("/"))
     ]
 
 
-def _matches(place: Place, folder: str, segments: list[str]) -> Iterator[pafs.FileInfo]:
+def _matches(
+    place: Place, folder: str, segments: list[str], on_listed: Listener | None
+) -> Iterator[pafs.FileInfo]:
     """Expand the first segment of a glob in a folder, and the others below it."""
     pattern, rest = segments[0], segments[1:]
     if pattern == "**":
         if rest:
-            yield from _matches(place, folder, rest)
-        for info in _listed(place, folder, is_recursive=False):
+            yield from _matches(place, folder, rest, on_listed)
+        for info in _listed(place, folder, on_listed, is_recursive=False):
             if info.base_name.startswith((".", "_")):
                 continue
             if info.type == pafs.FileType.Directory:
-                yield from _matches(place, info.path, segments)
+                yield from _matches(place, info.path, segments, on_listed)
             elif not rest:
                 yield info
         return
-    for info in _listed(place, folder, is_recursive=False):
+    for info in _listed(place, folder, on_listed, is_recursive=False):
         name = info.base_name
         if not fnmatch.fnmatchcase(name, pattern):
             continue
@@ -210,10 +256,19 @@ def _matches(place: Place, folder: str, segments: list[str]) -> Iterator[pafs.Fi
         if not rest:
             yield info
         elif info.type == pafs.FileType.Directory:
-            yield from _matches(place, info.path, rest)
+            yield from _matches(place, info.path, rest, on_listed)
 
 
-def _listed(place: Place, folder: str, *, is_recursive: bool) -> list[pafs.FileInfo]:
+def _listed(
+    place: Place, folder: str, on_listed: Listener | None, *, is_recursive: bool
+) -> list[pafs.FileInfo]:
+    found = _listing(place, folder, is_recursive=is_recursive)
+    if on_listed is not None:
+        on_listed(place, folder, found, is_recursive=is_recursive)
+    return found
+
+
+def _listing(place: Place, folder: str, *, is_recursive: bool) -> list[pafs.FileInfo]:
     selector = pafs.FileSelector(folder or "/", allow_not_found=True, recursive=is_recursive)
     try:
         found: list[pafs.FileInfo] = place.filesystem.get_file_info(selector)

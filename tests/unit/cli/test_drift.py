@@ -165,5 +165,6 @@ def test_recorded_batches_are_within_the_limits_of_the_server(tmp_path: Path) ->
     client: Any = SimpleNamespace(
         model=lambda name, version: SimpleNamespace(description=description), stream=stream
     )
-    assert _send(client, "m", [str(tmp_path / "in.parquet")], {}) == 100
+    files = [str(tmp_path / "in.parquet")]
+    assert _send(client, "m", files, {}, plain_files=False) == 100
     assert sent == list(range(100))

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from iskander.errors import QueueFull, SourceChanged, Unsupported
+from iskander.errors import QueueFull, SourceChanged, SourceError
 from iskander.source_reader.planning import plan
 from iskander.source_reader.reading import read
 from iskander.sources.messages import BATCH_BYTES, Kind, Planned, PlanRequest, ReadRequest
@@ -124,16 +124,42 @@ def test_changed_file_is_an_error(file: Path) -> None:
         frames(request, Doubling())
 
 
-@pytest.mark.parametrize("path", [None, "t", "t/f.parquet", "t/*.parquet", "*/old/g.parquet"])
-def test_files_of_a_delta_table_are_not_read(file: Path, path: str | None) -> None:
-    """They have the rows of removed files, too."""
-    root = file.parent / "root"
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """A folder with a Delta table `t`."""
+    root = tmp_path / "root"
     (root / "t" / "_delta_log").mkdir(parents=True)
     (root / "t" / "old").mkdir()
     for name in ("f.parquet", "old/g.parquet"):
         pq.write_table(pa.table({"x": [1], "wide": ["a"]}), root / "t" / name)
-    with pytest.raises(Unsupported, match=r"^s/t is a Delta table"):
-        planned(root, path=path)
+    return root
+
+
+@pytest.mark.parametrize("path", [None, "t", "t/f.parquet", "t/*.parquet", "*/old/g.parquet"])
+def test_files_of_a_table_are_not_read_unless_the_source_permits_it(
+    table: Path, path: str | None
+) -> None:
+    """They have the rows of removed files, too."""
+    with pytest.raises(SourceError, match=r"^s/t/\S+: belongs to the Delta table s/t,") as caught:
+        planned(table, path=path)
+    assert "`plain_files` of the source" in caught.value.message
+    assert planned(table, path=path, plain_files=True).rows in (1, 2)
+
+
+@pytest.mark.parametrize("root", ["t", "t/old", "t/old/g.parquet"])
+def test_source_inside_of_a_table_is_not_read_and_no_path_is_shown(table: Path, root: str) -> None:
+    with pytest.raises(
+        SourceError, match=r"^s/.* belongs to the Delta table (s,|that contains source `s`)"
+    ) as caught:
+        planned(table / root)
+    assert str(table) not in str(caught.value.to_wire())
+
+
+def test_link_to_a_file_of_a_table_is_not_read(table: Path) -> None:
+    (table / "linked").mkdir()
+    (table / "linked" / "a.parquet").symlink_to("../t/f.parquet")
+    with pytest.raises(SourceError, match=r"^s/linked/a.parquet: belongs to the Delta table s/t,"):
+        planned(table, path="linked")
 
 
 def test_plan_knows_its_rows_unless_they_are_filtered(file: Path) -> None:

@@ -1,0 +1,191 @@
+"""Rejection of files that belong to a Delta, Iceberg or Hudi table.
+
+The log of a table decides which of its files count, and which rows of them were deleted. Read as
+plain files they give removed rows and duplicates, so that a file below a table is an error, however
+it was reached. What the listings of the inputs show costs nothing. Each folder above them is looked
+up once: at most three lookups, and one listing of a folder `metadata`.
+
+Runs in: the operator's tool and reader processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+import pyarrow.fs as pafs
+
+from iskander.errors import SourceError
+from iskander.scoring.sources.places import LOCAL_PATHS, Place
+
+DELTA_LOG: Final = "_delta_log"
+HUDI: Final = ".hoodie"
+ICEBERG_METADATA: Final = "metadata"
+ICEBERG_ENDS: Final = (".metadata.json", ".metadata.json.gz")
+_MARKS: Final = {DELTA_LOG: "Delta", HUDI: "Hudi"}
+_PLAIN: Final = ""
+_THREADS: Final = 16
+
+
+class Advice(NamedTuple):
+    """What the error recommends.
+
+    Attributes:
+        override: Option or setting that reads the files as plain ones.
+        has_tables: Whether tables can be inputs.
+    """
+
+    override: str
+    has_tables: bool
+
+
+COMMAND: Final = Advice("`--plain-files`", has_tables=True)
+
+
+class Tables:
+    """Folders that are known to be tables, or not to be; for all inputs of one job.
+
+    Args:
+        advice: What the error recommends.
+    """
+
+    def __init__(self, advice: Advice = COMMAND) -> None:
+        self._advice = advice
+        # By prefix and folder: the format of the table, or `_PLAIN`.
+        self._known: dict[tuple[str, str], str] = {}
+
+    def note(
+        self, place: Place, folder: str, infos: Sequence[pafs.FileInfo], *, is_recursive: bool
+    ) -> None:
+        """Learn from a listing of a folder, which has all names in it."""
+        tables: dict[str, str] = {}
+        folders = {folder}
+        for info in infos:
+            parent, _, name = info.path.rpartition("/")
+            folders.add(parent)
+            if info.type == pafs.FileType.Directory:
+                folders.add(info.path)
+            above, _, last = parent.rpartition("/")
+            if last == ICEBERG_METADATA and name.endswith(ICEBERG_ENDS):
+                tables[above] = "Iceberg"
+        for each in folders:
+            above, _, last = each.rpartition("/")
+            if last in _MARKS:
+                tables[above] = _MARKS[last]
+        if not is_recursive:
+            metadata = f"{folder}/{ICEBERG_METADATA}"
+            if metadata in folders and folder not in tables:
+                tables[folder] = _iceberg(place, folder)
+            folders = {folder}
+        for each in folders:
+            self._known.setdefault((place.prefix, each), _PLAIN)
+        for each, format in tables.items():
+            self._known[place.prefix, each] = format
+
+    def require_plain(self, place: Place, paths: Iterable[str]) -> None:
+        """Require files that are of no table, by their folders and by what links lead to.
+
+        Raises:
+            SourceError: One is below a table, or its folders cannot be looked up.
+        """
+        parents: dict[str, str] = {}
+        linked: dict[str, str] = {}
+        for path in paths:
+            parents.setdefault(path.rpartition("/")[0], path)
+            if place.local is not None and os.path.islink(place.local.local(path)):
+                real = _real(place.local.local(path))
+                linked.setdefault(real.rpartition("/")[0], path)
+        self._require(place, parents)
+        if place.local is None:
+            return
+        for parent, path in parents.items():
+            linked.setdefault(_real(place.local.local(parent)), path)
+        if place.local is LOCAL_PATHS:
+            linked = {real: path for real, path in linked.items() if real not in parents}
+        machine = Place(pafs.LocalFileSystem(), "", place.uri, local=place.local)
+        self._require(machine, linked, is_real=True)
+
+    def _require(self, place: Place, parents: dict[str, str], *, is_real: bool = False) -> None:
+        """Look the unknown folders up, and raise the error of the first table."""
+        unknown = {
+            folder: path
+            for parent, path in parents.items()
+            for folder in _and_above(parent)
+            if (place.prefix, folder) not in self._known
+        }
+        for folder, format in zip(unknown, self._looked_up(place, unknown), strict=True):
+            self._known[place.prefix, folder] = format
+        for parent, path in parents.items():
+            for folder in _and_above(parent):
+                if format := self._known[place.prefix, folder]:
+                    raise self._error(place, folder, format, path, is_real=is_real)
+
+    def _looked_up(self, place: Place, unknown: dict[str, str]) -> list[str]:
+        """Format of each folder; several at a time in an object store."""
+
+        def look_up(folder: str) -> str:
+            try:
+                return _format(place, folder)
+            except SourceError as error:
+                path = unknown[folder]
+                raise SourceError(
+                    f"{path}: cannot tell whether it belongs to a table: {error.message}; "
+                    f"{self._advice.override} reads plain files without a look",
+                    file=path,
+                ) from error
+
+        if isinstance(place.filesystem, pafs.LocalFileSystem):
+            return [look_up(folder) for folder in unknown]
+        with ThreadPoolExecutor(_THREADS, "tables") as executor:
+            return list(executor.map(look_up, unknown))
+
+    def _error(
+        self, place: Place, folder: str, format: str, path: str, *, is_real: bool
+    ) -> SourceError:
+        shown = place.local.shown(folder) if is_real and place.local is not None else folder
+        table = f"{place.prefix}{shown}" if shown else "/"
+        if not self._advice.has_tables:
+            use = "a source has files only, and `iskander score` reads tables"
+        elif format == "Delta":
+            use = f"use the input delta://{table}, and --filter for a part of it"
+        elif format == "Iceberg":
+            use = "use the input iceberg://CATALOG/NAMESPACE.TABLE, with the catalog that has it"
+        else:
+            use = "export the rows with a library of Hudi, or send them to the input `-`"
+        return SourceError(
+            f"{path}: belongs to the {format} table {table}, whose log decides which files and "
+            f"rows count; {use}. {self._advice.override} reads its files as they are, with "
+            "removed and repeated rows",
+            file=path,
+            table=table,
+        )
+
+
+def _format(place: Place, folder: str) -> str:
+    """Format of the table with this folder; `_PLAIN` if there is none."""
+    for name, format in _MARKS.items():
+        if place.is_folder(f"{folder}/{name}"):
+            return format
+    if place.is_folder(f"{folder}/{ICEBERG_METADATA}"):
+        return _iceberg(place, folder)
+    return _PLAIN
+
+
+def _iceberg(place: Place, folder: str) -> str:
+    names = place.names(f"{folder}/{ICEBERG_METADATA}")
+    return "Iceberg" if any(name.endswith(ICEBERG_ENDS) for name in names) else _PLAIN
+
+
+def _and_above(folder: str) -> Iterator[str]:
+    """Yield a folder and those above it, the nearest first; an empty one is the root."""
+    while folder:
+        yield folder
+        folder = folder.rpartition("/")[0]
+        if not folder:
+            return
+
+
+def _real(path: str) -> str:
+    return os.path.realpath(path).replace(os.sep, "/")
