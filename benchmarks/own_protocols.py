@@ -52,6 +52,7 @@ from iskander.transport.allocator import keep_large_blocks
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.http1.connection import HEAD_BYTES_MAX
 from iskander.transport.http1.listener import Http1Listener
+from iskander.transport.http1.sites import SitePolicy
 from iskander.transport.zmtp.connection import Connection
 from iskander.transport.zmtp.frames import Part
 from iskander.transport.zmtp.listener import Listener
@@ -534,7 +535,7 @@ async def _http1(rounds: int) -> list[Figures]:
     """Measure uvicorn's protocol with and without the budgets of `transport/http1`."""
     loop = asyncio.get_running_loop()
     limits = ConnectionLimits(Config())
-    listener = Http1Listener(_echo_app, 10, limits)
+    listener = Http1Listener(_echo_app, 10, limits, sites=SitePolicy(Config().access, ""))
     bound = socket.create_server(("127.0.0.1", 0))
     await listener.listen(bound)
     config = uvicorn.Config(

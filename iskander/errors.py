@@ -218,6 +218,12 @@ class PermissionDenied(
     """The token does not permit this model or action."""
 
 
+class CrossSiteRequest(
+    IskanderError, code="cross_site", fault=Fault.CLIENT, status="PERMISSION_DENIED"
+):
+    """A web page of another site sent the HTTP request, or its `Host` is no name of the server."""
+
+
 class RegionNotFound(
     IskanderError, code="region_not_found", fault=Fault.CLIENT, status="NOT_FOUND"
 ):

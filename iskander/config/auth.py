@@ -35,6 +35,10 @@ class AccessConfig(Section, frozen=True, kw_only=True):
             `events.address` or `extensions.protocols.NAME`. Without its name here, a listener on an
             address other than loopback needs both; the ports of Inferential, of the admin and of
             the event stream have neither.
+        allowed_hosts: Names in `Host` of requests to `http.address` and `admin.address`, such as
+            `scores.example` or `*.svc`, beside those of the server itself. `*`: every name.
+        allowed_origins: Origins of web pages, such as `https://ui.example`, that may send requests
+            to `http.address` and `admin.address`, beside those of the same site.
     """
 
     restart_reason: ClassVar[str] = "the watched files and the rules are chosen at the start"
@@ -43,6 +47,8 @@ class AccessConfig(Section, frozen=True, kw_only=True):
     anonymous: tuple[str, ...] = ()
     audit_file: str = ""
     allow_unprotected_network: tuple[str, ...] = ()
+    allowed_hosts: Patterns = ()
+    allowed_origins: Patterns = ()
 
 
 class TlsConfig(Section, frozen=True, kw_only=True):

@@ -150,6 +150,12 @@ def require_relations(config: Config) -> None:
     for name in access.allow_unprotected_network:
         rule = f"access.allow_unprotected_network: {name} is no listener; expected one of"
         require(name in listeners, f"{rule} {', '.join(listeners)}")
+    for host in access.allowed_hosts:
+        rule = f"access.allowed_hosts: `{host}` is no host name; expected one without a port"
+        require(not set(host) & set("/:@ "), f"{rule}, such as `scores.example`")
+    for origin in access.allowed_origins:
+        rule = f"access.allowed_origins: `{origin}` is no origin; expected scheme and host"
+        require(_is_origin(origin), f"{rule}, such as `https://ui.example`")
     has_effect = bool(config.tls.certificate) or not (config.tls.key or config.tls.client_ca)
     require(has_effect, "tls.key and tls.client_ca have no effect without tls.certificate")
     has_effect = bool(config.tls.client_ca) or not config.tls.client_crl
@@ -162,6 +168,12 @@ def require_relations(config: Config) -> None:
         require(key not in seen, f"{where}: duplicate of `{key[0]}` version {key[1]}")
         seen.add(key)
     _require_served_versions(config)
+
+
+def _is_origin(text: str) -> bool:
+    """Whether a text is an origin as browsers send it: scheme, host and, optionally, port."""
+    scheme, separator, host = text.partition("://")
+    return scheme in ("http", "https") and bool(separator and host) and not set(host) & set("/*@ ")
 
 
 def _require_served_versions(config: Config) -> None:

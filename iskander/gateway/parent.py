@@ -227,7 +227,10 @@ class Parent:
             if self._config.admin.page:
                 self._events.start()
                 status = MergedStatus(self.processes, self.reasons, self._events).read
-            self._admin = AdminServer(address, self.reasons, page, read_status=status)
+            access = self._config.access
+            self._admin = AdminServer(
+                address, self.reasons, page, read_status=status, access=access
+            )
             await self._admin.start()
 
     def _start(self, process: ChildProcess) -> None:

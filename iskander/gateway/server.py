@@ -212,7 +212,7 @@ class Server:
         if config.http.address:
             from iskander.protocols.oip.http.server import OipHttpServer
 
-            self._http = OipHttpServer(services, self._oip, config.http)
+            self._http = OipHttpServer(services, self._oip, config)
             self._protocols[HTTP] = self._http
 
     @property
@@ -243,7 +243,10 @@ class Server:
                 scopes = (*scopes, TRITON_SCOPE)
             render, limits = Collector(self._sources, scopes).render, self._connection_limits
             status = self._start_status() if config.admin.page else None
-            self._admin = AdminServer(address, self._models.reasons, render, limits, status)
+            reasons = self._models.reasons
+            self._admin = AdminServer(
+                address, reasons, render, limits, status, access=config.access
+            )
             self._admin_address = await self._admin.start()
         await start_stream(self._stream, config, self._member, self._runtime.path)
         self.audit.start()

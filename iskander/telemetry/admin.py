@@ -9,12 +9,10 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,6 +21,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from iskander.clock import NS_PER_MS, now_ns
+from iskander.config.auth import AccessConfig
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
 from iskander.logs import gateway as log
@@ -30,6 +29,7 @@ from iskander.telemetry.status import Status
 from iskander.transport.addresses import HTTP_INSTALL, PORT_MAX
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.http1.listener import Http1Listener
+from iskander.transport.http1.sites import SitePolicy
 
 if TYPE_CHECKING:
     from iskander.telemetry.page.renderer import PageRenderer
@@ -38,6 +38,8 @@ TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HTML_TYPE = "text/html; charset=utf-8"
 JSON_TYPE = "application/json"
 OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+PROBES = ("/livez", "/readyz")
+"""Paths that answer every host, but a host of others without names of models."""
 CONNECTIONS_MAX = 32
 """Probes and one or two scrapers use five."""
 CONNECTION_S = 30.0
@@ -59,7 +61,8 @@ class AdminServer:
     """The HTTP server; without `limits` it has connection limits of its own.
 
     `reasons` returns why the gateway is not ready; `render` the page for Prometheus, given whether
-    it is OpenMetrics; `read_status` the content of the page, None for no page.
+    it is OpenMetrics; `read_status` the content of the page, None for no page; `access` has the
+    hosts and origins that may read them.
     """
 
     def __init__(
@@ -69,11 +72,13 @@ class AdminServer:
         render: Callable[[bool], Awaitable[bytes]],
         limits: ConnectionLimits | None = None,
         read_status: Callable[[], Awaitable[Status]] | None = None,
+        *,
+        access: AccessConfig | None = None,
     ) -> None:
         self._address, self._limits = address, limits
+        self._sites = SitePolicy(access or AccessConfig(), address, probes=PROBES)
         self._reasons, self._render, self._read_status = reasons, render, read_status
         self._renderer: PageRenderer | None = None
-        self._is_loopback = False
         self._own_limits: ConnectionLimits | None = None
         self._listener: Http1Listener | None = None
         self._lock = asyncio.Lock()
@@ -94,9 +99,10 @@ class AdminServer:
                 log.page_missing(install=HTTP_INSTALL)
         app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
         app.router.redirect_slashes = False
-        self._listener = Http1Listener(app, CONNECTIONS_MAX, limits, slack=0, life_s=CONNECTION_S)
+        self._listener = Http1Listener(
+            app, CONNECTIONS_MAX, limits, sites=self._sites, slack=0, life_s=CONNECTION_S
+        )
         host, port = bound.getsockname()[:2]
-        self._is_loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
         await self._listener.listen(bound)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -113,6 +119,8 @@ class AdminServer:
     async def _readyz(self, request: Request) -> Response:
         reasons = self._reasons()
         status = 503 if reasons else 200
+        if not request.scope["is_own_host"]:
+            reasons = ["not ready"] if reasons else []  # A web page of another site may ask.
         if "application/json" in request.headers.get("accept", ""):
             return JSONResponse({"ready": not reasons, "reasons": reasons}, status)
         return PlainTextResponse("".join(f"{line}\n" for line in reasons or ["ready"]), status)
@@ -123,17 +131,13 @@ class AdminServer:
         page = await self._cached(kind, lambda: self._render(is_openmetrics))
         return Response(page, headers={"content-type": kind})
 
-    async def _page(self, request: Request) -> Response:
-        if not self._is_own_host(request):
-            return _misdirected()
+    async def _page(self, _: Request) -> Response:
         page = await self._cached(HTML_TYPE, self._render_page)
         assert self._renderer is not None
         policy = {"content-security-policy": self._renderer.policy}
         return Response(page, headers={**PAGE_HEADERS, **policy, "content-type": HTML_TYPE})
 
-    async def _status(self, request: Request) -> Response:
-        if not self._is_own_host(request):
-            return _misdirected()
+    async def _status(self, _: Request) -> Response:
         body = await self._cached(JSON_TYPE, self._render_status)
         policy = {"content-security-policy": DATA_POLICY}
         return Response(body, headers={**PAGE_HEADERS, **policy, "content-type": JSON_TYPE})
@@ -157,28 +161,6 @@ class AdminServer:
                 page = await render()
                 self._cache[kind] = now_ns(), page
         return page
-
-    def _is_own_host(self, request: Request) -> bool:
-        """Whether a request to a loopback address names a loopback host.
-
-        Otherwise a web site could read the page in a local browser, by DNS rebinding.
-        """
-        return not self._is_loopback or is_loopback_host(request.headers.get("host", ""))
-
-
-def is_loopback_host(authority: str) -> bool:
-    """Return whether a `Host` header names this machine without a look-up of its name."""
-    try:
-        name = urlsplit(f"//{authority}").hostname or ""
-        is_name = name == "localhost" or name.endswith(".localhost")
-        return is_name or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-def _misdirected() -> Response:
-    text = "the page is served for localhost only; set `admin.address` to serve other hosts\n"
-    return PlainTextResponse(text, 421)
 
 
 def _load_renderer() -> PageRenderer:

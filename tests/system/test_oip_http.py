@@ -373,7 +373,7 @@ def test_optional_fields_can_be_null(address: str) -> None:
 def test_absolute_request_url_and_half_closed_connection_are_accepted(address: str) -> None:
     host, _, port = address.rpartition(":")
     body = json.dumps(request_of([1])).encode()
-    head = f"POST http://{address}/v2/models/ids/infer HTTP/1.1\r\nhost: a\r\n"
+    head = f"POST http://{address}/v2/models/ids/infer HTTP/1.1\r\nhost: localhost\r\n"
     with socket.create_connection((host, int(port)), timeout=30) as client:
         client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         client.shutdown(socket.SHUT_WR)
@@ -381,6 +381,30 @@ def test_absolute_request_url_and_half_closed_connection_are_accepted(address: s
 
     assert response.startswith(b"HTTP/1.1 200 ")
     assert json.loads(response.partition(b"\r\n\r\n")[2])["model_name"] == "ids"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v2/models/ids/infer", request_of([1])),
+        ("/v2/repository/models/ids/load", {}),
+        ("/v2/repository/models/ids/unload", {}),
+        ("/v2/repository/index", {}),
+    ],
+)
+def test_web_pages_of_other_sites_are_rejected(address: str, path: str, body: Any) -> None:
+    """A page can send this text without a preflight, and a rebound name reaches loopback."""
+    page = {"origin": "http://evil.example", "content-type": "text/plain"}
+    status, _, answer = post(address, "", body, page, path)
+    assert (status, answer["code"], answer["fault"]) == (403, "cross_site", "client")
+    assert "`access.allowed_origins`" in answer["error"]
+    rebound = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
+    status, _, answer = post(address, "", body, rebound, path)
+    assert (status, answer["code"]) == (421, "cross_site")
+    assert "`access.allowed_hosts`" in answer["error"]
+    own = {"origin": f"http://{address}", "sec-fetch-site": "same-origin"}
+    status, _, answer = post(address, "", request_of([1]), own, "/v2/models/ids/infer")
+    assert (status, answer["model_name"]) == (200, "ids")
 
 
 @contextlib.contextmanager
@@ -399,7 +423,8 @@ def occupied(
     host, _, port = address.rpartition(":")
     body = json.dumps(request_of([SLOW_UNITS])).encode()
     named = f"iskander-client: {client}\r\n" if client else ""
-    head = f"POST /v2/models/slow/infer HTTP/1.1\r\nhost: a\r\n{named}content-length: {len(body)}"
+    head = f"POST /v2/models/slow/infer HTTP/1.1\r\nhost: localhost\r\n{named}"
+    head += f"content-length: {len(body)}"
 
     def counts() -> list[int]:
         stats = gateway.stats()
@@ -602,7 +627,7 @@ def test_unknown_path_or_method_gets_a_json_error(
 def test_too_large_content_length_is_rejected_before_the_body(address: str) -> None:
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=30) as client:
-        head = "POST /v2/models/ids/infer HTTP/1.1\r\nhost: a\r\n"
+        head = "POST /v2/models/ids/infer HTTP/1.1\r\nhost: localhost\r\n"
         client.sendall(f"{head}{LENGTH}: 0\r\ncontent-length: 99999999999\r\n\r\n".encode())
         response = client.recv(4096)
 
@@ -614,9 +639,10 @@ def test_too_large_content_length_is_rejected_before_the_body(address: str) -> N
     [
         "garbage",
         "POST /v2/models/ids/infer HTTP/1.1",  # Without a host.
-        "POST /v2/models/ids/infer HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2",
+        "POST /v2/models/ids/infer HTTP/1.1\r\nhost: localhost\r\n"
+        "content-length: 1\r\ncontent-length: 2",
         # A proxy that uses the other header would read the rest as a request (smuggling).
-        "POST /v2 HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\ntransfer-encoding: chunked",
+        "POST /v2 HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: chunked",
     ],
     ids=["garbage", "no host", "two lengths", "length and chunks"],
 )
@@ -676,7 +702,7 @@ def test_connections_above_the_limit_are_rejected_by_name(tmp_path: Path) -> Non
         address = address_of(gateway)
         host, _, port = address.rpartition(":")
         with socket.create_connection((host, int(port))) as busy:
-            busy.sendall(b"POST /v2/models/ids/infer HTTP/1.1\r\nhost: a\r\n")
+            busy.sendall(b"POST /v2/models/ids/infer HTTP/1.1\r\nhost: localhost\r\n")
             busy.sendall(b"content-length: 9\r\nexpect: 100-continue\r\n\r\n")
             assert b"100" in busy.recv(100)
             eventually(

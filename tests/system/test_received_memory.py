@@ -154,7 +154,7 @@ LENGTH = "inference-header-content-length: 10\r\n"
 def request(length: int | None, *extra: str) -> bytes:
     """Head of a request with a binary body."""
     framing = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
-    lines = ("POST /v2/models/ids/infer HTTP/1.1", "host: a", framing, *extra, "", "")
+    lines = ("POST /v2/models/ids/infer HTTP/1.1", "host: localhost", framing, *extra, "", "")
     return "\r\n".join(lines).encode()
 
 

@@ -86,7 +86,8 @@ def test_page_is_for_local_hosts(gateway: Gateway) -> None:
     address = gateway.stats()["admin_address"]
 
     assert get(address, "/", "rebound.example")[0] == 421
-    assert get(address, "/metrics", "prometheus.example")[0] == 200
+    assert get(address, "/metrics", "rebound.example")[0] == 421
+    assert get(address, "/livez", "rebound.example")[0] == 200
 
 
 def test_replaced_worker_is_an_event(tmp_path: Path) -> None:

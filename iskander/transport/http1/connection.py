@@ -25,6 +25,7 @@ from iskander.clock import NS_PER_MS, NS_PER_S, now_ns, thread_cpu_ns
 from iskander.errors import MalformedInput
 from iskander.logs import network as log
 from iskander.transport.cpu_allowance import CpuAllowance
+from iskander.transport.http1.sites import Refusal, is_loopback_name
 from iskander.transport.origin import origin_of
 from iskander.transport.turn_scheduler import QUANTUM_NS, ReadBurst
 
@@ -152,6 +153,7 @@ class Connection(H11Protocol):
         self.app = self._serve
         self._origin = UNKNOWN_ORIGIN
         self._is_waiting = self._has_read = False
+        self._is_local = True
         self._read_ns = self._idle_ns = now_ns()
         self._until_ns = self._head_ns = self._blocked_ns = 0
         self._charged_bytes = self._charged_ns = 0
@@ -166,6 +168,9 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.flow = _Flow(transport)
         self._origin = origin_of(transport)
+        # The tuple of an internet address; the kernel sets it at the accept.
+        local = transport.get_extra_info("sockname")
+        self._is_local = is_loopback_name(str(local[0])) if isinstance(local, tuple) else True
         self._host.budget.holders.add(self)
         if self._host.life_s is not None:
             self._life = self.loop.call_later(self._host.life_s, transport.abort)
@@ -274,6 +279,11 @@ class Connection(H11Protocol):
 
         scope["is_surplus"] = self._host.is_surplus(self)
         scope["origin"] = self._origin
+        refusal = self._host.sites.judge(scope, is_local=self._is_local)
+        if refusal is not None:
+            self._host.count_ended("cross_site")
+            await _refuse(refusal, send)
+            return
         await self._app(scope, receive_and_release, send)
 
     def evictable(self, now_ns: int) -> float:
@@ -404,3 +414,16 @@ class Connection(H11Protocol):
         """Abort the connection; count the reason."""
         self._host.count_ended(reason)
         self.transport.abort()
+
+
+async def _refuse(refusal: Refusal, send: Send) -> None:
+    """Answer a rejected request without its application."""
+    detail = refusal.error.to_wire()
+    body = msgspec.json.encode({"error": detail.pop("message"), **detail})
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-content-type-options", b"nosniff"),
+    ]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

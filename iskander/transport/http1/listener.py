@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.connection_listener import ConnectionListener
 from iskander.transport.http1.connection import HEAD_BYTES_MAX, Connection
+from iskander.transport.http1.sites import SitePolicy
 from iskander.transport.tls import ContextSource
 
 CONNECTIONS_SLACK = 64
@@ -33,6 +34,7 @@ class Http1Listener(ConnectionListener[Connection]):
 
     Args:
         app: Must reject a request if `is_surplus` in its scope is true.
+        sites: Rejects requests of web pages of other sites.
         life_s: Maximum lifetime of a connection; None for no limit.
     """
 
@@ -43,10 +45,12 @@ class Http1Listener(ConnectionListener[Connection]):
         limits: ConnectionLimits,
         tls: ContextSource | None = None,
         *,
+        sites: SitePolicy,
         slack: int = CONNECTIONS_SLACK,
         life_s: float | None = None,
     ) -> None:
         super().__init__(connections_max, limits, tls, slack=slack)
+        self.sites = sites
         self.life_s = life_s
         self._state = ServerState()
         self._state.connections = self.connections  # type: ignore[assignment]

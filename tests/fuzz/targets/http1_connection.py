@@ -16,10 +16,13 @@ import h11
 
 from fuzz import mutation
 from fuzz.serving import LOOP
+from iskander.config.auth import AccessConfig
 from iskander.config.schema import Config
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.http1.listener import HEAD_BYTES_MAX, Http1Listener
+from iskander.transport.http1.sites import SitePolicy
 
+EVERY_SITE = SitePolicy(AccessConfig(allowed_hosts=("*",)), "")
 ITERATIONS = 300
 TURNS = 60
 WORDS = [
@@ -195,7 +198,7 @@ async def served(pieces: list[bytes]) -> tuple[list[Request], bytes]:
         await send({"type": "http.response.body", "body": b""})
 
     limits = ConnectionLimits(Config())
-    port = Http1Listener(app, 10, limits)
+    port = Http1Listener(app, 10, limits, sites=EVERY_SITE)
     transport = Transport()
     connection = transport.protocol = port.connection()
     connection.connection_made(transport)

@@ -61,7 +61,7 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 async def request(
-    address: str, path: str, accept: str = "*/*", method: str = "GET", host: str = "a"
+    address: str, path: str, accept: str = "*/*", method: str = "GET", host: str = "localhost"
 ) -> Response:
     reader, writer = await connect(address)
     head = (
@@ -80,8 +80,16 @@ def parse(raw: bytes) -> Response:
     return Response(int(status.split()[1]), headers, body)
 
 
-def get(observed: MetricSources, path: str, accept: str = "*/*", method: str = "GET") -> Response:
-    response: Response = serve(observed, lambda address: request(address, path, accept, method))
+def get(
+    observed: MetricSources,
+    path: str,
+    accept: str = "*/*",
+    method: str = "GET",
+    host: str = "localhost",
+) -> Response:
+    response: Response = serve(
+        observed, lambda address: request(address, path, accept, method, host)
+    )
     return response
 
 
@@ -254,7 +262,7 @@ def test_oldest_idle_connection_is_closed_at_the_limit(monkeypatch: pytest.Monke
     async def client(address: str) -> None:
         connections = [await connect(address) for _ in range(3)]
         for reader, writer in connections:
-            writer.write(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"ok" in await reader.readuntil(b"ok\n")
         assert (await request(address, "/livez")).status == 200
         assert await connections[0][0].read() == b""
@@ -342,12 +350,22 @@ def test_server_without_page_has_no_status() -> None:
         ("localhost@rebound.example", 421),
     ],
 )
-def test_loopback_page_is_for_loopback_hosts_only(host: str, expected: int) -> None:
+def test_loopback_port_is_for_loopback_hosts_only(host: str, expected: int) -> None:
     """A web site whose name is rebound to 127.0.0.1 has its own host in the request."""
-    response = get_page(observe([make_lane("secret-model")]), "/status.json", host=host)
+    for path in ("/status.json", "/metrics"):
+        response = get_page(observe([make_lane("secret-model")]), path, host=host)
 
-    assert response.status == expected
-    assert ("secret-model" in response.body) == (expected == 200)
+        assert response.status == expected
+        assert ("secret-model" in response.body) == (expected == 200)
+        assert ("`access.allowed_hosts`" in response.body) == (expected == 421)
+
+
+def test_probes_answer_other_hosts_without_reasons() -> None:
+    observed = observe([make_lane("secret-model", is_ready=False)])
+    response = get(observed, "/readyz", host="gateway")
+    assert (response.status, response.body) == (503, "not ready\n")
+    assert "secret-model" in get(observed, "/readyz").body
+    assert get(observed, "/livez", host="gateway").status == 200
 
 
 def test_page_is_omitted_without_jinja(

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from iskander.clock import thread_cpu_ns
+from iskander.config.auth import AccessConfig
 from iskander.config.schema import Config, LimitsConfig, TimeoutsConfig
 from iskander.transport import connection_listener, cpu_allowance
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.http1 import connection as http1_connection
 from iskander.transport.http1 import listener as http1
 from iskander.transport.http1.listener import Http1Listener
+from iskander.transport.http1.sites import SitePolicy
 from iskander.transport.turn_scheduler import QUANTUM_NS, TURN_NS
 
 WITHIN_S = 10.0
@@ -73,8 +75,9 @@ class Server:
 
     def __init__(self, app: App, connections_max: int, config: Config) -> None:
         self.app = app
+        sites = SitePolicy(AccessConfig(allowed_hosts=("a",)), "127.0.0.1:0")
         self.limits = ConnectionLimits(config)
-        self.http = Http1Listener(app, connections_max, self.limits)
+        self.http = Http1Listener(app, connections_max, self.limits, sites=sites)
         self.address: tuple[str, int] = ("", 0)
 
     @contextlib.asynccontextmanager
@@ -132,6 +135,32 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
     with contextlib.suppress(ConnectionError):
         await reader.read()
     return True
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        (("host: a", "host: rebound.example"), 421),
+        (("host: a", "host: a\r\norigin: http://evil.example"), 403),
+        (("host: a", "host: a\r\nsec-fetch-site: cross-site"), 403),
+        (("GET /", "GET http://rebound.example/"), 421),
+    ],
+)
+def test_requests_of_other_sites_do_not_reach_the_application(
+    change: tuple[str, str], status: int
+) -> None:
+    async def scenario(server: Server) -> None:
+        async with server.connected() as (reader, writer):
+            writer.write(GET.decode().replace(*change).encode() + GET)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 %d " % status)
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            assert b'"code":"cross_site"' in await reader.readexactly(length)
+            assert await read_response(reader) == b"ok"
+            assert len(server.app.chunks) == 1
+            assert server.limits.ended == {"cross_site": 1}
+
+    run_scenario(scenario)
 
 
 def test_connection_serves_consecutive_and_pipelined_requests() -> None:

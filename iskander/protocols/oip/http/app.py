@@ -46,7 +46,7 @@ from iskander.repository.models import Models
 CALL_BYTES_MAX = 1 << 16
 """Limit of the body of any call other than inference."""
 _RETRYABLE = (429, 503)
-_PROBES = ("/v2/health/live", "/v2/health/ready")
+PROBES = ("/v2/health/live", "/v2/health/ready")
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
@@ -90,7 +90,7 @@ class OipHttp:
                     (name.decode("latin-1"), v.decode("latin-1")) for name, v in scope["headers"]
                 ]
                 try:
-                    is_probe = scope["path"] in _PROBES
+                    is_probe = scope["path"] in PROBES
                     origin = scope["origin"]
                     authenticate = self.authenticator.authenticate
                     scope["grant"] = await authenticate(headers, is_probe=is_probe, origin=origin)
@@ -173,8 +173,9 @@ class OipHttp:
     async def _ready(self, request: Request) -> Response:
         reasons = self.models.reasons()
         if reasons:
-            is_anonymous = request.scope["grant"].is_anonymous
-            why = "the server is not ready" if is_anonymous else "; ".join(reasons)
+            # The reasons have names of models.
+            may_see = request.scope["is_own_host"] and not request.scope["grant"].is_anonymous
+            why = "; ".join(reasons) if may_see else "the server is not ready"
             raise NotReady(why, retry_after_ms=RETRY_MS)
         return _json({"ready": True})
 

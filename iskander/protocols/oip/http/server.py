@@ -7,14 +7,15 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-from iskander.config.schema import Config, HttpConfig
+from iskander.config.schema import Config
 from iskander.errors import ConfigError
 from iskander.protocols.extension import Services
-from iskander.protocols.oip.http.app import OipHttp
+from iskander.protocols.oip.http.app import PROBES, OipHttp
 from iskander.protocols.oip.http.body import BodyQuota
 from iskander.protocols.oip.http.infer import HttpInference
 from iskander.protocols.oip.service import OipService
 from iskander.transport.http1.listener import Http1Listener
+from iskander.transport.http1.sites import SitePolicy
 from iskander.transport.sockets import bind, with_port
 from iskander.transport.tls import HTTP1
 
@@ -22,7 +23,8 @@ from iskander.transport.tls import HTTP1
 class OipHttpServer:
     """The listener and its application."""
 
-    def __init__(self, services: Services, service: OipService, config: HttpConfig) -> None:
+    def __init__(self, services: Services, service: OipService, settings: Config) -> None:
+        config, access = settings.http, settings.access
         self._address = config.address
         limits, models = services.connection_limits, services.models
         self._quota = quota = BodyQuota(
@@ -32,7 +34,9 @@ class OipHttpServer:
         counts = limits.calls_ended
         app = OipHttp(models, service, self._infer, services.authenticator, quota, counts).app()
         tls = services.tls.context(HTTP1)
-        self._listener = Http1Listener(app, config.connections, limits, tls)
+        has_tokens = bool(access.tokens)
+        sites = SitePolicy(access, config.address, has_tokens=has_tokens, probes=PROBES)
+        self._listener = Http1Listener(app, config.connections, limits, tls, sites=sites)
 
     @property
     def unsent(self) -> int:

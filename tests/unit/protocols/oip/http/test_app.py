@@ -49,6 +49,7 @@ def request(target: bytes, method: str = "GET") -> tuple[int, bytes, bool]:
     scope = {
         "type": "http",
         "origin": UNKNOWN_ORIGIN,
+        "is_own_host": True,
         "method": method,
         "raw_path": target,
         "path": target.decode(),

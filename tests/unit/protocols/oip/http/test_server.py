@@ -27,7 +27,7 @@ def test_new_limits_apply_to_bodies_and_connections() -> None:
         )
         service: Any = SimpleNamespace()
         config = Config(http=HttpConfig(bodies_bytes=100, connections=3))
-        server = OipHttpServer(services, service, config.http)
+        server = OipHttpServer(services, service, config)
         with ReceivedBody(server._quota) as received:
             received.grow(100)
             for bodies_bytes in (101, 102):
