@@ -46,8 +46,8 @@ class ClientTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         steps_remaining: Actions that the client has left before it needs this result.
         timestamp_ns: Time of the observation, in nanoseconds of the wall clock.
         newest_wins: A newer batch of this client replaces a queued one.
-        run_alone: Do not combine the rows with those of other requests in one batch: equal rows
-            then give equal bits, whatever else the server computes.
+        run_alone: Do not combine the rows with those of other requests in one batch: other
+            requests then do not change the bits of the results.
         route_key: Selects a version by the versions' shares; equal keys select the same version.
             Default: the client's name. A Flight stream sends it in its headers.
         traceparent: Trace context of a batch, in place of the one of its call (W3C Trace Context).

@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
+import onnx
+import onnxruntime as ort
 import pytest
+from onnx import TensorProto, helper
 
 from iskander.contract.tolerance import TOLERANCES, difference, mismatches, scale_of
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "scheduling.md"
+
+
+def test_equal_rows_with_unequal_bits() -> None:
+    """The example of the page: `Log` of 17 equal numbers, within the tolerance of `float32`."""
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Log", ["x"], ["y"])],
+        "g",
+        [info("x", TensorProto.FLOAT, ["rows"])],
+        [info("y", TensorProto.FLOAT, ["rows"])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    onnx.checker.check_model(model)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    values = np.random.default_rng(0).uniform(0.01, 10, 2000).astype(np.float32)
+    unequal = 0
+    for value in values:
+        (result,) = session.run(None, {"x": np.full(17, value, np.float32)})
+        unequal += len(np.unique(result)) > 1
+        assert not mismatches(result, np.full_like(result, result[0]), "float32").any()
+    # 17 has a rest of 1 beside vectors of 4, 8 and 16 numbers.
+    assert 0 < unequal < values.size
+
+
+def test_page_has_the_tolerances() -> None:
+    section = PAGE.read_text("utf-8").partition("## Equality of results")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (\S+) \|$", section, re.MULTILINE)
+    assert {name: (float(one), float(two)) for name, one, two in rows} == TOLERANCES
 
 
 @pytest.mark.parametrize("dtype_name", sorted(TOLERANCES))
@@ -15,7 +51,7 @@ def test_difference_below_and_above_the_tolerance(dtype_name: str) -> None:
     expected = np.array([1.0, 100.0], np.float64)
     limit = relative * 1.0 + absolute * 100.0
     for factor, is_equal in ((0.99, True), (1.01, False)):
-        found = expected + [factor * limit, 0]
+        found = np.add(expected, [factor * limit, 0])
         assert mismatches(found, expected, dtype_name).tolist() == [not is_equal, False]
 
 
