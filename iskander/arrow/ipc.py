@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from iskander.arrow.types import shrunk
 from iskander.contract.tensors import ALIGNMENT
 from iskander.errors import MalformedInput
 
@@ -93,6 +94,10 @@ def read_batch(header: Bytes, message: Message) -> Batch:
         is_compressed = _field_at(header, table, _BATCH_COMPRESSION) != 0
     except struct.error:
         raise MalformedInput("the record batch header is truncated") from None
+    if is_compressed and message.version != METADATA_V5:
+        # pyarrow writes such batches, and reads their compressed bytes as values.
+        text = "compression with metadata version V4 is not supported: send version V5, or no codec"
+        raise MalformedInput(text)
     return Batch(rows, nodes, buffers, is_compressed)
 
 
@@ -133,13 +138,56 @@ def error_text(error: Exception) -> str:
     return str(error).split("\n", 1)[0]
 
 
+def empty_messages(schema: pa.Schema) -> list[bytes]:
+    """Return the encapsulated messages of a batch without rows; its dictionaries come first.
+
+    Builds no value of the schema's types: arrays without values have the same messages in all
+    sizes.
+    """
+    small = pa.schema([field.with_type(shrunk(field.type)) for field in schema])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, small) as writer:
+        columns = [pa.nulls(0, field.type) for field in small]
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=small))
+    reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    reader.read_next_message()  # The schema.
+    return [encapsulate(_emptied(bytes(message.metadata))) for message in reader]
+
+
+def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    """Return a batch without rows, of any types; builds no value of them."""
+    stream = (schema.serialize().to_pybytes(), *empty_messages(schema))
+    return pa.ipc.open_stream(b"".join(stream)).read_next_batch()
+
+
+def _emptied(header: bytes) -> bytearray:
+    """The header of a batch or dictionary with all its lengths set to zero.
+
+    pyarrow writes one value for each child of a dense union, also without rows.
+    """
+    message = read_message(header)
+    emptied, table = bytearray(header), message.table
+    if message.kind == DICTIONARY_BATCH:
+        table = _target_at(header, table, _DICTIONARY_DATA)
+    for vector in (_BATCH_NODES, _BATCH_BUFFERS):
+        at = _target_at(header, table, vector)
+        size = 16 * _U32.unpack_from(header, at)[0]
+        emptied[at + 4 : at + 4 + size] = bytes(size)
+    root = _U32.unpack_from(header, 0)[0]
+    for parent, field in ((table, _BATCH_LENGTH), (root, _MESSAGE_BODY_LENGTH)):
+        at = _field_at(header, parent, field)
+        if at:
+            _I64.pack_into(emptied, at, 0)
+    return emptied
+
+
 class BatchTemplate:
     """Record batch header of a schema whose node and buffer counts do not depend on the data."""
 
     def __init__(self, schema: pa.Schema) -> None:
         # One null row: a null is valid in every type, and pyarrow omits fields that are zero, which
         # leaves no position to patch.
-        nulls = [pa.nulls(1, _shrink_type(field.type)) for field in schema]
+        nulls = [pa.nulls(1, shrunk(field.type)) for field in schema]
         self._header = header_of(pa.RecordBatch.from_arrays(nulls, schema.names).serialize())
         header, root = self._header, _U32.unpack_from(self._header, 0)[0]
         table = _target_at(header, root, _MESSAGE_HEADER)
@@ -162,11 +210,43 @@ class BatchTemplate:
         return header
 
 
-def _shrink_type(arrow: pa.DataType) -> pa.DataType:
-    """Replace fixed sizes by 1: a schema may declare lists of 2 billion values."""
-    if pa.types.is_fixed_size_list(arrow):
-        return pa.list_(_shrink_type(arrow.value_type), 1)
-    return pa.binary(1) if pa.types.is_fixed_size_binary(arrow) else arrow
+def read_number(buffer: Bytes, table: int, slot: int, kind: str, default: int = 0) -> int:
+    """Read a scalar field; raises `struct.error` outside the buffer, as the next functions do."""
+    at = _field_at(buffer, table, slot)
+    return int(struct.unpack_from(kind, buffer, at)[0]) if at else default
+
+
+def read_table(buffer: Bytes, table: int, slot: int) -> int:
+    """Return the position of a table field."""
+    return _target_at(buffer, table, slot)
+
+
+def vector_length(buffer: Bytes, table: int, slot: int) -> int:
+    """Return the length of a vector or text field; 0 if it is omitted."""
+    if not _field_at(buffer, table, slot):
+        return 0
+    return int(_U32.unpack_from(buffer, _target_at(buffer, table, slot))[0])
+
+
+def read_tables(buffer: Bytes, table: int, slot: int, count_max: int) -> list[int] | None:
+    """Return the positions of a vector of tables; None above `count_max`."""
+    count = vector_length(buffer, table, slot)
+    if not count:
+        return []
+    if count > count_max:
+        return None
+    first = _target_at(buffer, table, slot) + 4
+    offsets = struct.unpack_from(f"<{count}I", buffer, first)
+    return [first + 4 * index + offset for index, offset in enumerate(offsets)]
+
+
+def read_text(buffer: bytes, table: int, slot: int) -> bytes:
+    """Return the bytes of a text field, which may be truncated; empty if it is omitted."""
+    length = vector_length(buffer, table, slot)
+    if not length:
+        return b""
+    start = _target_at(buffer, table, slot) + 4
+    return buffer[start : start + length]
 
 
 def _field_at(buffer: Bytes, table: int, slot: int) -> int:

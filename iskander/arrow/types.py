@@ -11,7 +11,7 @@ layouts of each type; canonical extension `arrow.fixed_shape_tensor`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -57,6 +57,33 @@ _NAME_OF = {
 }
 _STRINGS = (pa.utf8(), pa.binary())
 _LARGE_STRINGS = (pa.large_utf8(), pa.large_binary())
+
+
+_SHRUNK: tuple[tuple[Callable[[pa.DataType], bool], Callable[..., pa.DataType]], ...] = (
+    (pa.types.is_fixed_size_binary, lambda arrow, _: pa.binary(min(arrow.byte_width, 1))),
+    (pa.types.is_fixed_size_list, lambda arrow, of: pa.list_(of[0], min(arrow.list_size, 1))),
+    (
+        pa.types.is_dictionary,
+        lambda arrow, _: pa.dictionary(arrow.index_type, shrunk(arrow.value_type)),
+    ),
+    (
+        pa.types.is_run_end_encoded,
+        lambda arrow, _: pa.run_end_encoded(arrow.run_end_type, shrunk(arrow.value_type)),
+    ),
+    (
+        pa.types.is_map,
+        lambda arrow, _: pa.map_(shrunk(arrow.key_type), shrunk(arrow.item_type)),
+    ),
+    (pa.types.is_struct, lambda _, of: pa.struct(of)),
+    (
+        pa.types.is_union,
+        lambda arrow, of: pa.union(of, mode=arrow.mode, type_codes=arrow.type_codes),
+    ),
+    (pa.types.is_list, lambda _, of: pa.list_(of[0])),
+    (pa.types.is_large_list, lambda _, of: pa.large_list(of[0])),
+    (pa.types.is_list_view, lambda _, of: pa.list_view(of[0])),
+    (pa.types.is_large_list_view, lambda _, of: pa.large_list_view(of[0])),
+)
 
 
 class Extent(NamedTuple):
@@ -184,26 +211,18 @@ def plain_of(arrow: pa.DataType) -> pa.DataType:
     return pa.binary() if is_converted else arrow
 
 
-def depth(arrow: pa.DataType) -> int:
-    """Levels of nesting; 1 for a primitive."""
-    arrow = _without_wrappers(arrow)
-    if pa.types.is_map(arrow):
-        return 2 + max(depth(arrow.key_type), depth(arrow.item_type))
-    return 1 + max((depth(arrow.field(index).type) for index in range(arrow.num_fields)), default=0)
+def shrunk(arrow: pa.DataType) -> pa.DataType:
+    """A type with the same nodes and buffers in a batch header, whose values are small.
 
-
-def has_negative_size(arrow: pa.DataType) -> bool:
-    """Whether a type contains a list size below 0, which pyarrow accepts."""
-    arrow = _without_wrappers(arrow)
-    if pa.types.is_fixed_size_list(arrow) and arrow.list_size < 0:
-        return True
-    return any(has_negative_size(arrow.field(index).type) for index in range(arrow.num_fields))
-
-
-def _without_wrappers(arrow: pa.DataType) -> pa.DataType:
-    """The type inside extension, dictionary and run-end encoded types."""
-    inner = values_of(storage_of(arrow))
-    return arrow if inner is arrow else _without_wrappers(inner)
+    A schema of a hundred bytes may declare values of 2 GiB, and pyarrow writes a null or an absent
+    child of such a type in full.
+    """
+    arrow = storage_of(arrow)
+    for is_kind, make in _SHRUNK:
+        if is_kind(arrow):
+            fields = [arrow.field(index) for index in range(arrow.num_fields)]
+            return make(arrow, [field.with_type(shrunk(field.type)) for field in fields])
+    return arrow
 
 
 def input_schema(contract: Contract) -> pa.Schema:

@@ -92,6 +92,9 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         string_bytes: Bytes of the strings of a batch: inputs and passed-through columns.
         result_bytes: Bytes of the results of a batch, or of its rows in one bucket.
         nesting: Depth of a column's type; a primitive type has depth 1.
+        fields: Fields of a schema at all depths: columns, and fields inside their types.
+        schema_metadata_bytes: Bytes of the custom metadata of a schema and its fields.
+        app_metadata_bytes: Bytes of the `app_metadata` of a batch.
         message_bytes: Bytes of one gRPC message or HTTP body.
         streams: DoExchange streams open at once.
         window_batches: Batches of one stream in flight before the server stops reading it.
@@ -112,6 +115,9 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     string_bytes: Live[Positive] = 16 * MIB
     result_bytes: Live[Positive] = 1024 * MIB
     nesting: Live[Annotated[int, Meta(ge=1, le=64)]] = 16
+    fields: Live[Positive] = 4096
+    schema_metadata_bytes: Live[NotNegative] = MIB // 4
+    app_metadata_bytes: Live[NotNegative] = 4096
     message_bytes: Live[Annotated[int, Meta(ge=1, le=2**31 - 1)]] = 72 * MIB
     streams: Live[Positive] = 1024
     window_batches: Live[Positive] = 8

@@ -25,6 +25,8 @@ from iskander.scheduling.request import NEVER_NS, PRIORITY_DEFAULT, Terms
 from iskander.scheduling.tracing import TraceContext
 
 CACHE_MAX: Final = 64
+CACHED_BYTES_MAX: Final = 512
+"""Longer metadata is parsed for each batch, so that a stream keeps at most 32 KiB of it."""
 
 
 class StreamTerms:
@@ -75,7 +77,8 @@ class StreamTerms:
             terms = self._merge(own)
             if len(self._cache) >= CACHE_MAX:
                 self._cache.clear()
-            if own.timestamp_ns is None and own.traceparent is None:
+            is_short = len(app_metadata) <= CACHED_BYTES_MAX
+            if is_short and own.timestamp_ns is None and own.traceparent is None:
                 self._cache[app_metadata] = terms
         return terms
 

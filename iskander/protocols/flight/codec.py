@@ -30,7 +30,7 @@ from iskander.config.schema import LimitsConfig
 from iskander.contract.dtypes import OFFSET_BYTES
 from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import ALIGNMENT, body_layout
-from iskander.errors import ContractError, IskanderError, MalformedInput
+from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.memory.chunked_copy import WHOLE_BYTES
 from iskander.memory.client_segment import SegmentRange
 from iskander.protocols.flight.convert import BatchPortion, Converter
@@ -79,6 +79,14 @@ class Unrendered(NamedTuple):
     parsed: ParsedBatch
     results: bytes | memoryview
     batch: pa.RecordBatch | None
+
+
+def require_app_metadata(size: int, limits: LimitsConfig) -> None:
+    """Raise LimitExceeded for long `app_metadata`, which is kept until the response."""
+    if size > limits.app_metadata_bytes:
+        limit = f"limit {limits.app_metadata_bytes} (`limits.app_metadata_bytes`)"
+        text = f"the batch's app_metadata has {size} bytes, {limit}"
+        raise LimitExceeded(text, wanted=limits.app_metadata_bytes)
 
 
 class LongMessage(Exception):
@@ -157,6 +165,8 @@ class StreamCodec:
         data = read_flight_data(raw)
         if not data.header:
             raise MalformedInput("a message of the stream has no record batch")
+        if data.app_metadata:
+            require_app_metadata(len(data.app_metadata), self._limits)
         self._last = None
         parsed = self.decode(data.header, data.body, data.app_metadata, is_on_loop=is_on_loop)
         if parsed is not None and 0 < data.head_bytes <= CACHED_HEADER_BYTES_MAX:

@@ -153,7 +153,7 @@ class Converter:
         if self._sent_columns:
             return self._sent_columns
         schema = pa.schema([*self._plan.passthrough, *self._plan.group_columns])
-        return [column.combine_chunks() for column in schema.empty_table().columns]
+        return list(ipc.empty_batch(schema).columns)
 
     def frames(
         self, batch: pa.RecordBatch, passthrough: list[pa.Array], app_metadata: bytes

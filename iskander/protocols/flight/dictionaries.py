@@ -89,6 +89,7 @@ class BatchReader:
         self._reader: pa.RecordBatchStreamReader | None = None
         self._validated: dict[int, _Validated] = {}
         self._has_read = False
+        self._empty = memoryview(b"")  # Message of a batch without rows.
         self.decoded_bytes = 0
 
     @property
@@ -159,9 +160,9 @@ class BatchReader:
     def _decode(self, dictionary: list[memoryview]) -> None:
         """Decode and validate a stored dictionary, by reading a batch without rows."""
         try:
-            columns = [pa.nulls(0, field.type) for field in self._schema]
-            empty = pa.RecordBatch.from_arrays(columns, schema=self._schema)
-            batch = self._next(dictionary, [memoryview(empty.serialize()).cast("B")])
+            if not self._empty:
+                self._empty = memoryview(ipc.empty_messages(self._schema)[-1])
+            batch = self._next(dictionary, [self._empty])
             for index in self._dictionary_columns:
                 self._validate(index, batch.column(index))
         except (pa.ArrowException, OSError, StopIteration):

@@ -17,7 +17,14 @@ from typing import Any, Final
 
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
-from iskander.errors import Draining, IskanderError, MalformedInput, ModelMoved, detach
+from iskander.errors import (
+    Draining,
+    IskanderError,
+    LimitExceeded,
+    MalformedInput,
+    ModelMoved,
+    detach,
+)
 from iskander.logs import requests as log
 from iskander.memory.chunked_copy import WHOLE_BYTES
 from iskander.memory.client_segment import ClientSegment
@@ -39,6 +46,8 @@ from iskander.transport.http2.status import RpcError
 
 OPEN_S: Final = 30.0
 """Timeout for the schema of a new stream."""
+DESCRIPTOR_BYTES_MAX: Final = 4096
+"""Limit of a descriptor, which a stream keeps."""
 
 
 class StreamTarget:
@@ -272,7 +281,11 @@ class Exchange:
 
     def _open(self, data: FlightData) -> None:
         """Select the lane by descriptor, then plan and codec by schema."""
-        self.target.resolve(None if data.descriptor is None else bytes(data.descriptor))
+        descriptor = data.descriptor
+        if descriptor is not None and len(descriptor) > DESCRIPTOR_BYTES_MAX:
+            size = f"{len(descriptor)} bytes, limit {DESCRIPTOR_BYTES_MAX}"
+            raise LimitExceeded(f"the stream's descriptor has {size}")
+        self.target.resolve(None if descriptor is None else bytes(descriptor))
         lane = self.target.lane
         if lane is None:
             raise MalformedInput("the stream's first message has no descriptor")

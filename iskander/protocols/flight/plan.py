@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from iskander.arrow import ipc, types
 from iskander.arrow.rank import can_group
+from iskander.arrow.schema_limits import require_schema_limits
 from iskander.config.schema import HEADER_BYTES_MAX, LimitsConfig
 from iskander.contract.buckets import buckets_of, variants
 from iskander.contract.inputs import entries_of
@@ -109,9 +110,8 @@ class Plan:
     def __init__(self, header: bytes, contract: Contract, limits: LimitsConfig) -> None:
         require_header(header)
         self.contract = contract
-        self.schema = _read_schema(header)
+        self.schema = _read_schema(header, limits)
         self.schema_message = ipc.encapsulate(header)
-        _require_limits(self.schema, limits)
         self.buckets, self.variants = buckets_of(contract), variants(contract)
         entries = entries_of(contract)
         self.builders = [InputBuilder(entry, contract, self.schema) for entry in entries]
@@ -173,12 +173,13 @@ def require_limit(name: str, count: int, limit: int) -> None:
         raise LimitExceeded(text, wanted=limit)
 
 
-def _read_schema(header: bytes) -> pa.Schema:
+def _read_schema(header: bytes, limits: LimitsConfig) -> pa.Schema:
     message = ipc.read_message(header)
     if message.kind != ipc.SCHEMA:
         raise MalformedInput("the stream must begin with a schema")
     if ipc.is_big_endian(header, message):
         raise MalformedInput("big-endian streams are not supported; send little-endian buffers")
+    require_schema_limits(header, limits)
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(ipc.encapsulate(header)))
         duplicates = {name for name in schema.names if len(schema.get_all_field_indices(name)) > 1}
@@ -187,18 +188,6 @@ def _read_schema(header: bytes) -> pa.Schema:
     if duplicates:
         raise ContractError(f"duplicate columns {_quoted(duplicates)}")
     return schema.remove_metadata()
-
-
-def _require_limits(schema: pa.Schema, limits: LimitsConfig) -> None:
-    require_limit("columns", len(schema), limits.columns)
-    for field in schema:
-        if types.depth(field.type) > limits.nesting:
-            limit = f"{limits.nesting} levels of nesting (`limits.nesting`)"
-            text = f"column `{field.name}` has more than {limit}"
-            raise LimitExceeded(text, column=field.name)
-        if types.has_negative_size(field.type):
-            text = f"column `{field.name}` has lists of a negative size"
-            raise MalformedInput(text, column=field.name)
 
 
 def _match(schema: pa.Schema, contract: Contract, builders: list[InputBuilder]) -> set[str]:

@@ -17,7 +17,7 @@ from iskander.control.shared_regions import BodyLocation, read_body_location
 from iskander.errors import LimitExceeded, MalformedInput
 from iskander.memory.chunked_copy import WHOLE_BYTES
 from iskander.memory.client_segment import ClientSegment, SegmentRange
-from iskander.protocols.flight.codec import ParsedBatch, StreamCodec
+from iskander.protocols.flight.codec import ParsedBatch, StreamCodec, require_app_metadata
 from iskander.protocols.flight.data import read_flight_data
 from iskander.protocols.flight.plan import Plan, require_limit
 
@@ -56,6 +56,7 @@ class SharedCodec(StreamCodec):
         self._latest = None
         if location is None:
             return super().read(raw, is_on_loop=is_on_loop)
+        require_app_metadata(len(location.app_metadata), self._limits)
         header, body = memoryview(location.header), self._body(location)
         return self.decode(header, body, location.app_metadata, is_on_loop=is_on_loop)
 

@@ -16,7 +16,6 @@ from iskander.arrow.types import (
     BFloat16,
     Extent,
     as_tensor,
-    depth,
     extent,
     levels,
     plain_of,
@@ -458,26 +457,3 @@ def test_bfloat16_is_stored_as_uint16_only() -> None:
 )
 def test_arrow_type_without_a_tensor_type(arrow: pa.DataType) -> None:
     assert as_tensor(arrow) is None
-
-
-@pytest.mark.parametrize(
-    ("arrow", "levels_of_nesting"),
-    [
-        (pa.int8(), 1),
-        (pa.string(), 1),
-        (pa.list_(pa.int8(), 3), 2),
-        (pa.list_(pa.list_(pa.int8())), 3),
-        (pa.struct([("a", pa.int8()), ("b", pa.list_(pa.int8()))]), 3),
-        (pa.struct([]), 1),
-        (pa.map_(pa.string(), pa.list_(pa.int8())), 4),
-        (pa.dictionary(pa.int8(), pa.string()), 1),
-        (pa.dictionary(pa.int8(), pa.list_(pa.int8())), 2),
-        (pa.run_end_encoded(pa.int32(), pa.list_(pa.int8())), 2),
-        (pa.fixed_shape_tensor(pa.int8(), [2, 3]), 2),
-        (pa.list_view(pa.int8()), 2),
-        (pa.union([pa.field("a", pa.list_(pa.int8()))], "dense"), 3),
-    ],
-    ids=str,
-)
-def test_depth_counts_levels_of_nesting(arrow: pa.DataType, levels_of_nesting: int) -> None:
-    assert depth(arrow) == levels_of_nesting

@@ -14,7 +14,7 @@ from iskander.auth.grants import ANONYMOUS
 from iskander.auth.source import Source
 from iskander.errors import MalformedInput, RemoteLoop
 from iskander.protocols import stream_terms as terms_module
-from iskander.protocols.stream_terms import CACHE_MAX, StreamTerms
+from iskander.protocols.stream_terms import CACHE_MAX, CACHED_BYTES_MAX, StreamTerms
 from iskander.protocols.terms import HOPS_MAX
 from iskander.scheduling.request import NEVER_NS, Terms
 
@@ -262,6 +262,16 @@ def test_metadata_cache_is_bounded() -> None:
     for steps in range(3 * CACHE_MAX):
         assert terms.of(metadata_of(steps_remaining=steps)).steps_remaining == steps
         assert len(terms._cache) <= CACHE_MAX
+
+
+def test_long_metadata_is_not_cached() -> None:
+    """Otherwise a stream keeps 64 texts of any length."""
+    terms = StreamTerms((), None)
+    for length in range(CACHED_BYTES_MAX + 10):
+        metadata = msgspec.json.encode({"iskander": {"priority": 1}, "own": "x" * length})
+        assert terms.of(metadata).priority == 1
+    assert terms._cache is not None
+    assert all(len(each) <= CACHED_BYTES_MAX for each in terms._cache)
 
 
 def test_client_names_are_separate_for_each_token() -> None:

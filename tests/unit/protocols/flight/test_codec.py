@@ -19,6 +19,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.arrow_memory import peak_of
 
 from iskander.arrow import ipc
 from iskander.config.schema import HEADER_BYTES_MAX, LimitsConfig
@@ -28,7 +29,7 @@ from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec, body_layo
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.protocols.flight import dictionaries as flight_dictionaries
 from iskander.protocols.flight.codec import LongMessage, ParsedBatch, StreamCodec
-from iskander.protocols.flight.data import read_flight_data
+from iskander.protocols.flight.data import data_head, read_flight_data
 from iskander.protocols.flight.plan import Plan
 
 LIMITS = LimitsConfig()
@@ -884,7 +885,117 @@ def test_schema_above_a_limit_is_rejected(
     assert name == "columns" or "`column 0`" in message
 
 
+HUGE = 1 << 30
+HUGE_VALUES = {
+    "list": pa.list_(pa.int8(), HUGE),
+    "tensor": pa.fixed_shape_tensor(pa.int8(), [HUGE]),
+    "tensor of lists": pa.list_(pa.fixed_shape_tensor(pa.int8(), [1 << 15]), 1 << 15),
+    "binary": pa.binary(1 << 26),
+    "runs": pa.run_end_encoded(pa.int32(), pa.list_(pa.int8(), HUGE)),
+    "dictionary": pa.dictionary(pa.int8(), pa.list_(pa.int8(), HUGE)),
+    "dense union": pa.dense_union([pa.field("a", pa.list_(pa.int8(), HUGE))]),
+    "sparse union": pa.sparse_union([pa.field("a", pa.list_(pa.int8(), HUGE))]),
+    "struct": pa.struct([("a", pa.list_(pa.int8(), HUGE))]),
+    "map": pa.map_(pa.string(), pa.list_(pa.int8(), HUGE)),
+    "variable list": pa.large_list(pa.list_(pa.int8(), HUGE)),
+    "list view": pa.list_view(pa.list_(pa.int8(), HUGE)),
+}
+
+
+@pytest.mark.parametrize("name", HUGE_VALUES)
+def test_values_of_a_huge_type_are_never_built(name: str) -> None:
+    """Not for the plan, an error in place of a result, or a dictionary of another column."""
+    kind = HUGE_VALUES[name]
+    schema = pa.schema([("x", pa.int64()), ("column", kind), ("d", OTHER["dictionary"].type)])
+    dictionary = messages(batch_of(d=OTHER["dictionary"]))[1]
+    has_own = "dictionary" in name
+
+    def serve() -> tuple[Stream, list[bytes]]:
+        stream = Stream(contract_of(), header_of(schema))
+        if not has_own:  # Otherwise the column's dictionary would have to come first.
+            assert not stream.decode([dictionary])
+        error = MalformedInput("invalid")
+        return stream, [b"".join(parts) for parts in stream.codec.error_frames(error)]
+
+    (stream, frames), peak = peak_of(serve)
+
+    assert peak < 1 << 16
+    (response,) = stream.read(frames)
+    assert response.num_rows == 0 and response.schema.field("column").type == kind
+
+
+@pytest.mark.parametrize("scale", [16_777_216, 2**31 - 1, -(2**31)])
+def test_schema_with_a_huge_scale_is_rejected(scale: int) -> None:
+    header = header_of(pa.schema([("x", pa.int64()), ("d", pa.decimal128(38, 7))]))
+    before = struct.pack("<ii", 38, 7)
+    assert header.count(before) == 1
+    header = header.replace(before, struct.pack("<ii", 38, scale))
+
+    assert f"scale {scale}" in schema_error(MalformedInput, contract_of(), header)
+
+
 # Invalid batches.
+
+
+def test_app_metadata_is_limited() -> None:
+    """It is kept until the response."""
+    schema, (header, body) = messages(batch_of(x=x_of()))
+    stream = Stream(contract_of(), schema[0], app_metadata_bytes=100)
+    for size in (0, 100):
+        parsed = stream.codec.read(data_head(header, b"m" * size, len(body)) + body)
+        assert parsed is not None and len(parsed.app_metadata) == size
+
+    for header_bytes, body_bytes in ((header, body), (FORGED_SCHEMA, b"")):
+        message = data_head(header_bytes, b"m" * 101, len(body_bytes)) + body_bytes
+        with pytest.raises(LimitExceeded, match=r"101 bytes, limit 100 \(`limits\.app_"):
+            stream.codec.read(message)
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+@pytest.mark.parametrize("is_dictionary", [False, True])
+def test_compression_with_metadata_v4_is_rejected(is_dictionary: bool, compression: str) -> None:
+    """pyarrow writes it, and reads the compressed bytes as values."""
+    column = x_of(1000)
+    columns = {"x": column, "d": column.dictionary_encode()} if is_dictionary else {"x": column}
+    version = pa.ipc.MetadataVersion.V4
+    schema, *rest = messages(batch_of(**columns), compression=compression, metadata_version=version)
+    stream = Stream(contract_of(), schema[0])
+
+    assert "version V4" in decode_error(stream, rest, MalformedInput).message
+
+
+WRITER_OPTIONS = {
+    "metadata_version": [pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5],
+    "allow_64bit": [False, True],
+    "use_legacy_format": [False, True],
+    "compression": CODECS,
+    "emit_dictionary_deltas": [False, True],
+    "unify_dictionaries": [False, True],
+}
+
+
+@pytest.mark.parametrize("names", list(itertools.combinations(WRITER_OPTIONS, 2)), ids="-".join)
+def test_options_of_the_writer_change_no_value(names: tuple[str, str]) -> None:
+    """All pairs of options of pyarrow's writer: the same inputs and columns, or an error."""
+    grown = pa.DictionaryArray.from_arrays(
+        pa.array([0, 4, 1, None, 3], pa.int32()), pa.array(["a", "b", "c", "d", "e"])
+    )
+    columns = [OTHER["dictionary"], grown]
+    batches = [batch_of(x=x_of(), d=each, s=STRINGS["string"], l=OTHER["list"]) for each in columns]
+    for values in itertools.product(*(WRITER_OPTIONS[name] for name in names)):
+        options = dict(zip(names, values, strict=True))
+        schema, *rest = messages(*batches, **options)
+        stream = Stream(contract_of(), schema[0])
+        is_v4 = options.get("metadata_version") == pa.ipc.MetadataVersion.V4
+        if is_v4 and options.get("compression"):
+            decode_error(stream, rest, MalformedInput)
+            continue
+        for parsed, response, batch in zip(
+            stream.decode(rest), stream.read(stream.respond(rest)), batches, strict=True
+        ):
+            assert tensor_of(parsed, 0, ColumnType("int64")).tolist() == list(range(ROWS))
+            for name in ("d", "s", "l"):
+                assert response.column(name).to_pylist() == batch.column(name).to_pylist()
 
 
 def decode_error(
