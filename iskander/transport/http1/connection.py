@@ -9,7 +9,10 @@ Runs on: gateway loop. Source: RFC 9112.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+import http
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import h11
 import msgspec
@@ -40,6 +43,8 @@ HEAD_BYTES_MAX: Final = 16_384
 FIELDS_MAX: Final = 128
 """Lines of a head or of chunked trailers: each costs some microseconds."""
 CHUNK_LINE_BYTES_MAX: Final = 4096
+EXTENSION_BYTES_MAX: Final = 16_384
+"""Of all chunks of a body: extensions are ignored, and cost as much as the body."""
 CLOCK_EVENTS: Final = 8
 """Parser events between two clock reads."""
 REQUEST_CPU_NS: Final = NS_PER_MS
@@ -49,7 +54,10 @@ EVICT_BYTES_MIN: Final = 4096
 """Connections with fewer charged bytes are not evicted."""
 
 _FIELDS: Final = {name: getattr(MalformedInput, name) for name in ("code", "fault", "retryable")}
-_MALFORMED: Final = msgspec.json.encode({"error": "malformed HTTP/1.1 request", **_FIELDS})
+_MALFORMED: Final = "malformed HTTP/1.1 request"
+_LENGTH: Final = b"content-length:"
+_LENGTH_BYTES: Final = len(_LENGTH)
+_IS_EXTENSION: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*").fullmatch
 
 
 class _Flow(FlowControl):
@@ -76,24 +84,69 @@ class _Flow(FlowControl):
 
 
 class _Buffer(ReceiveBuffer):
-    """Unparsed input with limits on heads; h11 itself limits incomplete heads only."""
+    """Unparsed input with limits on heads, and without framing that others read in another way.
+
+    h11 itself limits incomplete heads only, and accepts bare LF, folded lines and repeated lengths.
+    A proxy that reads them differently would see other requests (request smuggling).
+
+    Attributes:
+        problem: What is wrong with the framing; empty for other errors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problem = ""
+        self._extension_bytes = 0
+
+    def reject(self, problem: str) -> NoReturn:
+        """Raise the error of invalid framing, which h11 turns into that of the client."""
+        self.problem = problem
+        raise h11.LocalProtocolError(problem)
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        if self._data.startswith((b"\r\n", b"\n")):
+        data = self._data
+        self._extension_bytes = 0
+        if data.startswith(b"\r\n"):
             return super().maybe_extract_lines()  # No fields, such as after the last chunk.
-        ends = [self._data.find(end, 0, HEAD_BYTES_MAX) for end in (b"\n\r\n", b"\n\n")]
-        end = min((at for at in ends if at >= 0), default=-1)
-        if end < 0 and len(self._data) > HEAD_BYTES_MAX:
-            raise h11.LocalProtocolError("header fields too large", error_status_hint=431)
-        if self._data.count(b"\n", 0, HEAD_BYTES_MAX if end < 0 else end) > FIELDS_MAX:
-            raise h11.LocalProtocolError("too many header fields", error_status_hint=431)
-        return super().maybe_extract_lines()
+        end = data.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX)
+        if end < 0 and len(data) > HEAD_BYTES_MAX:
+            self.reject(f"head of more than {HEAD_BYTES_MAX} bytes")
+        stop = HEAD_BYTES_MAX if end < 0 else end
+        lines = data.count(b"\r\n", 0, stop)
+        if lines > FIELDS_MAX:
+            self.reject(f"more than {FIELDS_MAX} header lines")
+        is_cut = end < 0 and data.endswith(b"\r")
+        if not data.count(b"\n", 0, stop) == lines == data.count(b"\r", 0, stop) - is_cut:
+            self.reject("CR or LF alone; lines end with CRLF")
+        if data.find(b"\r\n ", 0, stop) >= 0 or data.find(b"\r\n\t", 0, stop) >= 0:
+            self.reject("folded header line (obs-fold)")
+        found = super().maybe_extract_lines()
+        if found is not None:
+            self._require_one_length(found)
+        return found
 
     def maybe_extract_next_line(self) -> bytearray | None:
         most = CHUNK_LINE_BYTES_MAX
         if len(self._data) > most and self._data.find(b"\r\n", 0, most) < 0:
-            raise h11.LocalProtocolError("chunk line too long")
-        return super().maybe_extract_next_line()
+            self.reject(f"chunk line of more than {most} bytes")
+        line = super().maybe_extract_next_line()
+        if line is not None:
+            size, semicolon, extension = line[:-2].partition(b";")
+            self._extension_bytes += len(extension)
+            if self._extension_bytes > EXTENSION_BYTES_MAX:
+                self.reject(f"chunk extensions of more than {EXTENSION_BYTES_MAX} bytes")
+            if not size.isalnum() or (semicolon and not _IS_EXTENSION(extension)):
+                self.reject("chunk size with other characters than hex digits, or its extension")
+        return line
+
+    def _require_one_length(self, lines: Iterable[bytearray]) -> None:
+        """Reject a repeated length, also of equal values, and a list as its value."""
+        seen = 0
+        for line in lines:
+            if line[:_LENGTH_BYTES].lower() == _LENGTH:
+                seen += 1
+                if seen > 1 or not line[_LENGTH_BYTES:].strip(b" \t").isdigit():
+                    self.reject("Content-Length is repeated, or not a number")
 
 
 class _Parser(h11.Connection):
@@ -102,11 +155,17 @@ class _Parser(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, HEAD_BYTES_MAX)
         self.is_head = False  # The response to HEAD has no body.
-        self._receive_buffer = _Buffer()
+        self.status = http.HTTPStatus.BAD_REQUEST  # Of the answer to a malformed request.
+        self._buffer = self._receive_buffer = _Buffer()
         self.is_out_of_time = False  # The turn ended before the input.
         self.granted_ns = 0  # Processor time granted for events; the connection resets it.
         self._until_ns = 0
         self._countdown = CLOCK_EVENTS
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the framing of a malformed request; empty for other errors."""
+        return self._buffer.problem
 
     @property
     def buffered_bytes(self) -> int:
@@ -132,10 +191,28 @@ class _Parser(h11.Connection):
             self.granted_ns += REQUEST_CPU_NS
             self.is_head = event.method == b"HEAD"
             self._countdown = 0  # A head costs much more than a clock read.
-            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
-                # A proxy may read a different body. Source: RFC 9112, section 6.1.
-                raise h11.RemoteProtocolError("Content-Length with Transfer-Encoding")
+            self._require_framing(event)
         return event
+
+    def _require_framing(self, request: h11.Request) -> None:
+        """Reject versions and lengths that a proxy may read in another way.
+
+        Source: RFC 9112, section 6.1.
+        """
+        version = request.http_version
+        if version not in (b"1.1", b"1.0"):
+            self.status = http.HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
+            self._reject(f"HTTP/{version.decode()}; the server supports HTTP/1.1 and HTTP/1.0")
+        names = {name for name, _ in request.headers}
+        if b"transfer-encoding" in names:
+            if b"content-length" in names:
+                self._reject("Content-Length with Transfer-Encoding")
+            if version == b"1.0":
+                self._reject("Transfer-Encoding with HTTP/1.0")
+
+    def _reject(self, problem: str) -> NoReturn:
+        self._buffer.problem = problem
+        raise h11.RemoteProtocolError(problem)
 
 
 class Connection(H11Protocol):
@@ -393,11 +470,13 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()  # A response has started, or was the last.
             return
+        status, problem = self.conn.status, self.conn.problem
+        error = f"{_MALFORMED}: {problem}" if problem else _MALFORMED
         headers = [("content-type", "application/json"), ("connection", "close")]
         is_bare = self.conn.is_head and self.conn.our_state is h11.SEND_RESPONSE
         for event in (
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=b"" if is_bare else _MALFORMED),
+            h11.Response(status_code=status, headers=headers, reason=status.phrase.encode()),
+            h11.Data(data=b"" if is_bare else msgspec.json.encode({"error": error, **_FIELDS})),
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")

@@ -2,12 +2,14 @@
 
 An input is the byte stream of a client. The application must receive the requests that `h11` reads
 from the unfragmented stream. If `h11` rejects a part, the response is 400 or a closed connection.
+Framing that `h11` accepts and others may read in another way ends the stream of requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import zlib
 from random import Random
 from typing import Any, NamedTuple
@@ -33,6 +35,14 @@ WORDS = [
     "ffffffffffffffff", "5;x=y", "GET / HTTP/1.1", "POST /a HTTP/1.0", "GET http://a/b HTTP/1.1",
     "PRI * HTTP/2.0", "CONNECT a:1 HTTP/1.1", "", "", "x" * 300,
 ]  # fmt: skip
+
+
+STRICT = re.compile(
+    rb"(?i)(?<!\r)\n|\r(?!\n)|\r\n[ \t]|http/(?!1\.1)|content-length:.*(?:\r\n.*content-length:|,)"
+    rb"|content-length:[ \t]*\r|\r\n[0-9a-f]+[ \t]+\r|\r\n[0-9a-f]+[ \t]*;",
+    re.DOTALL,
+)
+"""Framing that the server may reject and `h11` accepts."""
 
 
 class Request(NamedTuple):
@@ -85,10 +95,14 @@ def run(raw: bytes) -> None:
     expected, is_rejected = reference(raw)
     for pieces in cuttings:
         actual, written = LOOP.run_until_complete(served(pieces))
+        if actual != expected and actual == expected[: len(actual)] and STRICT.search(raw):
+            statuses = (b"HTTP/1.1 400", b"HTTP/1.1 505")
+            assert any(each in written for each in statuses) or not written
+            continue
         assert actual == expected, f"different requests\n{actual}, h11 reads {expected}"
         if is_rejected and not expected:
             final = written.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
-            assert final.startswith(b"HTTP/1.1 400") or not final
+            assert final.startswith((b"HTTP/1.1 400", b"HTTP/1.1 505")) or not final
 
 
 def reference(raw: bytes) -> tuple[list[Request], bool]:

@@ -671,6 +671,134 @@ def test_bytes_after_the_last_request_do_not_replace_its_response(
     assert "Traceback" not in caplog.text
 
 
+HOST = b"host: a\r\n"
+POST = b"POST / HTTP/1.1\r\n" + HOST
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+ACCEPTED = {
+    "length": (POST + b"content-length: 2\r\n\r\nok", 2),
+    "spaces around a value": (POST + b"content-length: \t 2 \t\r\n\r\nok", 2),
+    "no length": (POST + b"\r\n", 0),
+    "chunks": (CHUNKED + b"1\r\no\r\n01\r\nk\r\n0\r\n\r\n", 2),
+    "extension": (CHUNKED + b'2;a="b c";d\r\nok\r\n0;x\r\n\r\n', 2),
+    "trailers": (CHUNKED + b"2\r\nok\r\n0\r\nx: 1\r\ny: 2\r\n\r\n", 2),
+    "LF in a body": (POST + b"content-length: 4\r\n\r\n\n\n\r ", 4),
+    "HTTP/1.0": (b"POST / HTTP/1.0\r\ncontent-length: 2\r\n\r\nok", 2),
+}
+REJECTED = {
+    "LF only": (GET.replace(b"\r", b""), "CRLF"),
+    "LF after the request line": (GET.replace(b"\r\n", b"\n", 1), "CRLF"),
+    "LF after a field": (GET.replace(b"host: a\r\n", b"host: a\nx: 1\r\n"), "CRLF"),
+    "LF before the end": (POST + b"x: 1\r\n\n", "CRLF"),
+    "LF at the end": (POST + b"x: 1\n\r\n", "CRLF"),
+    "CR in a value": (GET.replace(b"host: a", b"host: a\rx: 1"), "CRLF"),
+    "CR before CRLF": (POST + b"x: 1\r\r\n\r\n", "CRLF"),
+    "CR after a name": (POST + b"x\r: 1\r\n\r\n", "CRLF"),
+    "folded coding": (POST + b"transfer-encoding:\r\n chunked\r\n\r\n0\r\n\r\n", "obs-fold"),
+    "folded by a tab": (POST + b"x: 1\r\n\ty\r\n\r\n", "obs-fold"),
+    "fold without text": (POST + b"x: 1\r\n \r\n\r\n", "obs-fold"),
+    "fold of the request line": (b"POST / HTTP/1.1\r\n x\r\n" + HOST + b"\r\n", "obs-fold"),
+    "HTTP/0.9": (b"GET /\r\n\r\n", ""),
+    "HTTP/0.9 with a version": (GET.replace(b"1.1", b"0.9"), "HTTP/0.9"),
+    "HTTP/9": (GET.replace(b"1.1", b"9"), ""),
+    "HTTP/9.0": (GET.replace(b"1.1", b"9.0"), "HTTP/9.0"),
+    "HTTP/1.2": (GET.replace(b"1.1", b"1.2"), "HTTP/1.2"),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "HTTP/2.0"),
+    "two spaces": (GET.replace(b" /", b"  /"), ""),
+    "two lengths": (POST + b"content-length: 2\r\ncontent-length: 3\r\n\r\nok", "repeated"),
+    "one length twice": (POST + b"content-length: 2\r\nContent-Length: 2\r\n\r\nok", "repeated"),
+    "list of lengths": (POST + b"content-length: 2, 2\r\n\r\nok", "number"),
+    "length with a sign": (POST + b"content-length: +2\r\n\r\nok", "number"),
+    "length in hex": (POST + b"content-length: 0x2\r\n\r\nok", "number"),
+    "no digits": (POST + b"content-length:\r\n\r\nok", "number"),
+    "space before the colon": (POST + b"content-length : 2\r\n\r\nok", ""),
+    "coding and space": (POST + b"transfer-encoding : chunked\r\n\r\n0\r\n\r\n", ""),
+    "two codings": (CHUNKED[:-2] + b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n", ""),
+    "list of codings": (POST + b"transfer-encoding: x, chunked\r\n\r\n0\r\n\r\n", ""),
+    "coding and length": (
+        CHUNKED[:-2] + b"content-length: 5\r\n\r\n0\r\n\r\n",
+        "Content-Length with",
+    ),
+    "coding with HTTP/1.0": (CHUNKED.replace(b"1.1", b"1.0") + b"0\r\n\r\n", "HTTP/1.0"),
+    "NUL": (POST + b"x: \0\r\n\r\n", ""),
+}
+REJECTED_CHUNKS = {
+    "LF after the size": b"2\nok\r\n0\r\n\r\n",
+    "LF in the extension": b"2;\nok\r\n0\r\n\r\n",
+    "CR in the extension": b"2;a\rb\r\nok\r\n0\r\n\r\n",
+    "space after the size": b"2 \r\nok\r\n0\r\n\r\n",
+    "space before the size": b" 2\r\nok\r\n0\r\n\r\n",
+    "sign": b"+2\r\nok\r\n0\r\n\r\n",
+    "prefix": b"0x2\r\nok\r\n0\r\n\r\n",
+    "no size": b"\r\nok\r\n0\r\n\r\n",
+    "LF after the data": b"2\r\nok\n0\r\n\r\n",
+    "data too long": b"2\r\nokk\r\n0\r\n\r\n",
+    "LF after the last": b"2\r\nok\r\n0\r\n\n",
+    "LF in the trailers": b"2\r\nok\r\n0\r\nx: 1\n\r\n",
+    "folded trailer": b"2\r\nok\r\n0\r\nx: 1\r\n y\r\n\r\n",
+    "extensions": b"1;%b\r\no\r\n" % (b"x" * 4000) * 5,
+}
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(("raw", "size"), ACCEPTED.values(), ids=ACCEPTED)
+def test_valid_framing_is_accepted(raw: bytes, size: int, is_split: bool) -> None:
+    async def scenario(server: Server) -> None:
+        async with server.connected() as (reader, writer):
+            for at in range(len(raw)) if is_split else ():
+                writer.write(raw[at : at + 1])
+                await asyncio.sleep(0)
+            writer.write(b"" if is_split else raw)
+            assert await read_response(reader) == b"ok"
+            if b"HTTP/1.1" in raw:  # Nothing of the first request is left.
+                writer.write(GET)
+                assert await read_response(reader) == b"ok"
+            assert sum(server.app.chunks) == size
+
+    run_scenario(scenario)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(("raw", "problem"), REJECTED.values(), ids=REJECTED)
+def test_conflicting_or_obsolete_framing_is_rejected(
+    raw: bytes, problem: str, is_split: bool
+) -> None:
+    """A proxy may read another request, so none reaches the application."""
+
+    async def scenario(server: Server) -> None:
+        async with server.connected() as (reader, writer):
+            for at in range(len(raw)) if is_split else ():
+                writer.write(raw[at : at + 1])
+                await asyncio.sleep(0)
+            writer.write(GET if is_split else raw + GET)
+            response = b""
+            # The rest of a head that is rejected early resets the connection.
+            with contextlib.suppress(ConnectionError) if is_split else contextlib.nullcontext():
+                response = await reader.read()
+            assert server.http.connections == set() and not server.app.chunks
+        if is_split and not response:
+            return
+        status = b"505" if problem.startswith("HTTP/") and b"chunked" not in raw else b"400"
+        assert response.startswith(b"HTTP/1.1 %b " % status)
+        assert response.count(b"content-type") == 1
+        assert b'"code":"malformed"' in response and problem.encode() in response
+
+    run_scenario(scenario)
+
+
+@pytest.mark.parametrize("chunks", REJECTED_CHUNKS.values(), ids=REJECTED_CHUNKS)
+def test_malformed_chunks_end_the_connection(chunks: bytes) -> None:
+    async def scenario(server: Server) -> None:
+        server.app.release.clear()  # No response before the error.
+        async with server.connected() as (reader, writer):
+            writer.write(CHUNKED + chunks + GET)
+            response = await reader.read()
+        assert response.startswith(b"HTTP/1.1 400 ")
+        assert response.count(b"content-type") == 1
+        assert len(server.app.is_surplus) == 1
+
+    run_scenario(scenario)
+
+
 @pytest.mark.parametrize("method", [b"HEAD", b"POST"])
 @pytest.mark.parametrize(
     "rest",
