@@ -329,7 +329,13 @@ class ModelQuarantined(
 
 
 class ExecutionFailed(IskanderError, code="execution_failed", fault=Fault.MODEL, status="INTERNAL"):
-    """The runtime failed to run the model on this batch."""
+    """The runtime failed to run the model on this batch.
+
+    Attributes:
+        is_shape: In a worker: a result has another shape than the contract.
+    """
+
+    is_shape: bool = False
 
 
 class RemoteUnavailable(

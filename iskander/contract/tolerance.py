@@ -65,7 +65,8 @@ def mismatches(
             tolerance.relative * np.abs(other) + tolerance.absolute * size
         )
     is_same = (one == other) | (np.isnan(one) & np.isnan(other))
-    return ~(is_same | (is_close & np.isfinite(other)))
+    differs: np.ndarray = ~(is_same | (is_close & np.isfinite(other)))
+    return differs
 
 
 def difference(found: np.ndarray, expected: np.ndarray, scale: float | None = None) -> float:

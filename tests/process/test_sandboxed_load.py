@@ -44,6 +44,11 @@ def servers() -> list[psutil.Process]:
     return [each for each in psutil.Process().children() if "sandbox.server" in each.cmdline()[-1]]
 
 
+def is_accepted(verdict: Verdict) -> bool:
+    """Whether a load succeeded, whatever it measured."""
+    return msgspec.structs.replace(verdict, measurement=None) == Verdict()
+
+
 def timers() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == "isk-sandbox-end"]
 
@@ -63,7 +68,7 @@ def test_sandboxed_loads_use_forks_of_one_server(tmp_path: Path, hostile: Path) 
     """A load that hangs or crashes does not affect the next ones."""
     good = model_spec(models.row_ids(tmp_path / "m"))
     for _ in range(3):
-        assert load_in_sandbox(good, 1, (), seconds=60.0) == Verdict()
+        assert is_accepted(load_in_sandbox(good, 1, (), seconds=60.0))
     (server,) = servers()
     eventually(lambda: len(timers()) == 1, what="one idle timer of the server")
 
@@ -71,7 +76,7 @@ def test_sandboxed_loads_use_forks_of_one_server(tmp_path: Path, hostile: Path) 
     assert hanging.is_late and "1 s (loading.sandbox_s)" in hanging.refusal
     crashed = load_in_sandbox(model_spec(hostile / "overflowing_division"), 1, (), seconds=60.0)
     assert "by SIGFPE" in crashed.refusal and not crashed.is_late
-    assert load_in_sandbox(good, 1, (), seconds=60.0) == Verdict()
+    assert is_accepted(load_in_sandbox(good, 1, (), seconds=60.0))
 
     assert servers() == [server] and server.children() == []
     assert server.num_threads() == 1
@@ -79,9 +84,15 @@ def test_sandboxed_loads_use_forks_of_one_server(tmp_path: Path, hostile: Path) 
 
 SERVER_SCRIPT = """
 import ctypes, os, signal, time
+from types import SimpleNamespace
+from iskander_worker.loading.measurement import Measurement
 from iskander_worker.sandbox import server as sandbox_server
 def load(job):
     {}
+    measured = SimpleNamespace(measurement=Measurement(), measure=measure)
+    return "", measured
+def measure(is_confined, seconds):
+    pass
 sandbox_server._load = load
 sandbox_server.main()
 """
@@ -94,6 +105,29 @@ MODEL_CODE = {
         "exited during the load, twice",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("os.kill(os.getpid(), signal.SIGFPE)", "ended by SIGFPE"),
+        ("os._exit(0)", "ended with exit code 0"),
+        ("time.sleep(60)", "did not end in time"),
+    ],
+    ids=["crash", "exit", "hang"],
+)
+def test_crash_of_the_measurement_rejects_no_model(
+    code: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generated rows may be invalid for a model that is right: its rows are then undecided."""
+    script = SERVER_SCRIPT.format("pass").replace("seconds):\n    pass", f"seconds):\n    {code}")
+    monkeypatch.setattr(sandbox_client, "own_command", lambda _: [sys.executable, "-c", script])
+    spec = model_spec(models.row_ids(tmp_path / "m"))
+    verdict = load_in_sandbox(spec, 1, (), seconds=2.0)
+    assert is_accepted(verdict)
+    assert verdict.measurement is not None
+    assert verdict.measurement.verdict == "undecided"
+    assert cause in verdict.measurement.evidence
 
 
 @pytest.mark.parametrize(("code", "reason"), MODEL_CODE.values(), ids=MODEL_CODE)
@@ -109,17 +143,17 @@ def test_model_code_that_ends_its_process_is_rejected(
     assert verdict.refusal.endswith(reason) and not verdict.is_late
 
     sandbox_server.end()
-    assert load_in_sandbox(good, 1, (), seconds=60.0) == Verdict()
+    assert is_accepted(load_in_sandbox(good, 1, (), seconds=60.0))
 
 
 def test_service_stop_signals_do_not_reject_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forks receive them too, and a rejection would be cached beyond the next start."""
-    script = SERVER_SCRIPT.format('[os.kill(os.getpid(), each) for each in (15, 2, 1)]; return ""')
+    script = SERVER_SCRIPT.format("[os.kill(os.getpid(), each) for each in (15, 2, 1)]")
     monkeypatch.setattr(sandbox_client, "own_command", lambda _: [sys.executable, "-c", script])
     spec = model_spec(models.row_ids(tmp_path / "m"))
-    assert load_in_sandbox(spec, 1, (), seconds=60.0) == Verdict()
+    assert is_accepted(load_in_sandbox(spec, 1, (), seconds=60.0))
 
 
 FORGED_VERDICT = """
@@ -137,26 +171,25 @@ def test_fork_cannot_write_to_the_response_pipe(
     script = SERVER_SCRIPT.replace("{}", FORGED_VERDICT, 1)
     monkeypatch.setattr(sandbox_client, "own_command", lambda _: [sys.executable, "-c", script])
     verdict = load_in_sandbox(model_spec(models.row_ids(tmp_path / "m")), 1, (), seconds=60.0)
-    assert verdict != Verdict() and "exit code 0" in verdict.refusal
+    assert not is_accepted(verdict) and "exit code 0" in verdict.refusal
 
 
 def test_killed_server_is_restarted(tmp_path: Path) -> None:
     good = model_spec(models.row_ids(tmp_path / "m"))
-    assert load_in_sandbox(good, 1, (), seconds=60.0) == Verdict()
+    assert is_accepted(load_in_sandbox(good, 1, (), seconds=60.0))
     (server,) = servers()
     server.kill()
     eventually(lambda: server.status() == psutil.STATUS_ZOMBIE, what="the exit of the server")
 
-    assert load_in_sandbox(good, 1, (), seconds=60.0) == Verdict()
+    assert is_accepted(load_in_sandbox(good, 1, (), seconds=60.0))
     assert servers() != [server]
 
 
 def test_idle_server_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not remain as a zombie."""
     monkeypatch.setattr(sandbox_client, "IDLE_S", 0.1)
-    assert (
+    assert is_accepted(
         load_in_sandbox(model_spec(models.row_ids(tmp_path / "m")), 1, (), seconds=60.0)
-        == Verdict()
     )
 
     eventually(lambda: psutil.Process().children() == [], what="the exit of the server")

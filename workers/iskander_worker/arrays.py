@@ -23,7 +23,7 @@ from iskander.contract.tensors import TensorSpec
 from iskander.control.messages import Slice
 from iskander.errors import ExecutionFailed
 from iskander_worker.backends import Arrays, Run
-from iskander_worker.tensors import memory, packed
+from iskander_worker.tensors import fits_rows, memory, packed, shape_error
 
 if TYPE_CHECKING:
     from iskander_worker.session import Session
@@ -97,10 +97,9 @@ class ArrayBatch:
             raise ExecutionFailed(f"output `{spec.tensor}` is missing")
         shape = (self.rows, *spec.shape)
         if tensor.shape != shape:
-            raise ExecutionFailed(
-                f"output `{spec.tensor}` has shape {list(tensor.shape)} for this batch, expected "
-                f"{list(shape)} by the contract"
-            )
+            if not fits_rows(tensor.shape, self.rows, spec.shape):
+                raise shape_error(spec.tensor, tensor.shape, shape)
+            tensor = tensor.reshape(shape)
         if tensor.dtype != spec.type.dtype.numpy:
             raise ExecutionFailed(
                 f"output `{spec.tensor}` has dtype {tensor.dtype}, expected "

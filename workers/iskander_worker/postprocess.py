@@ -21,6 +21,7 @@ from iskander.contract.steps import StepOutput
 from iskander.errors import ExecutionFailed
 from iskander_worker.arrays import Compute
 from iskander_worker.backends import Arrays, Run
+from iskander_worker.tensors import fits_rows, shape_error
 
 
 class PostProcessor:
@@ -136,11 +137,11 @@ def _as_tensor(value: Any, source: Source, expected: StepOutput, rows: int) -> n
     found, sizes = value.shape, expected.shape[1:]
     is_right = len(found) == 1 + len(sizes) and found[0] == rows
     if not is_right or any(a not in (None, b) for a, b in zip(sizes, found[1:], strict=True)):
+        known = [size for size in sizes if size is not None]
+        if len(known) == len(sizes) and fits_rows(found, rows, known):
+            return np.reshape(value, (rows, *known))
         text = ["?" if size is None else size for size in sizes]
-        raise ExecutionFailed(
-            f"output `{source.tensor}` has shape {list(found)} for this batch, expected "
-            f"{[rows, *text]} by the contract"
-        )
+        raise shape_error(source.tensor, found, [rows, *text])
     tensor: np.ndarray = value
     return tensor
 

@@ -8,31 +8,50 @@ Runs on: worker main.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from iskander.contract.buckets import variants
 from iskander.contract.compile import compile_contract
-from iskander.contract.labels import read_labels
-from iskander.contract.manifest import WarmUp, model_file, read_manifest
+from iskander.contract.graph import Graph
+from iskander.contract.labels import Labels, read_labels
+from iskander.contract.manifest import Manifest, WarmUp, model_file, read_manifest
 from iskander.contract.postprocess import compile_outputs
-from iskander.contract.row_relation import INDEPENDENT
+from iskander.contract.row_relation import RowRelation
 from iskander.contract.rows import RowCopier
 from iskander.contract.tensors import Contract
 from iskander.control.messages import ModelSpec
+from iskander.errors import ExecutionFailed
 from iskander.memory.heartbeat import model_digest
-from iskander_worker.arrays import ArrayBatch, Compute
-from iskander_worker.backends import BindingModel, Bound, Model, RemoteModel, Run, load_model
+from iskander_worker.arrays import DATA_ERRORS, ArrayBatch, Compute
+from iskander_worker.backends import (
+    Arrays,
+    BindingModel,
+    Bound,
+    Model,
+    RemoteModel,
+    Run,
+    load_model,
+)
 from iskander_worker.devices.cuda import idle
 from iskander_worker.devices.workspace import SLOTS, DeviceBatch, Launcher, Workspace
+from iskander_worker.loading.measurement import Measurement, undecided
 from iskander_worker.loading.model_files import folder_sha256
 from iskander_worker.loading.opener import require_trusted
+from iskander_worker.loading.output_proof import require_written, stain_memory, unbound_outputs
+from iskander_worker.loading.row_measurement import MEASURE_S, measure_rows
 from iskander_worker.postprocess import PostProcessor
 from iskander_worker.vocabulary import Vocabularies
-from iskander_worker.warm_up import warm
+from iskander_worker.warm_up import compute, from_body, generate_inputs, sample_inputs, warm
+
+PROOF_ROWS = (1, 3)
+"""Rows of the batches that prove which memory a run writes."""
+SAMPLES_MEASURED = 8
+"""Rows of the warm-up samples that are measured."""
 
 
 class Session:
@@ -42,7 +61,8 @@ class Session:
         notices: Problems that do not prevent serving.
         digest: Digest of the model version, for heartbeats.
         files_sha256: Hash of the model's files, of `Loaded`.
-        relation: Whether its rows affect each other's results.
+        measurement: What its load found out by running it.
+        graph: Tensors that the model itself declares.
         device: GPU that it computes on, if any.
         launcher: Of a model on a device, unless a tensor must be converted on the host.
         workspaces: Device memory of each slot; empty without a launcher.
@@ -70,7 +90,15 @@ class Session:
     def _compile(self, spec: ModelSpec, model: Model, launcher: Launcher | None) -> None:
         manifest = read_manifest(Path(spec.path))
         labels = read_labels(Path(spec.path), manifest)
+        self.graph: Graph = model.graph
         self.contract = compile_contract(manifest, model.graph, spec.string_bytes, labels)
+        known: Measurement | None = getattr(model, "measurement", None)
+        self._is_measured = known is not None
+        self.measurement = known or Measurement()
+        self._combine = manifest.combine if manifest is not None else None
+        self._choices = _choices(manifest, labels)
+        if known is not None:
+            self.contract = _without_binding(self.contract, known.unbound)
         self._compute: Compute = model.compute
         is_plain = True
         if manifest is not None:
@@ -82,9 +110,8 @@ class Session:
         if len(vocabularies):
             self._compute = vocabularies.around(self._compute)
         self.digest = model_digest(spec.name, spec.version)
-        self._folder = model_file(Path(spec.path)).parent
-        combine = manifest.combine if manifest is not None else None
-        self.relation = msgspec.structs.replace(INDEPENDENT, combine=combine)
+        self._file = model_file(Path(spec.path))
+        self._folder = self._file.parent
         self._warm_up = manifest.warm_up if manifest is not None else WarmUp()
         self.notices: tuple[str, ...] = getattr(model, "notices", ())
         self.threads, self.providers = model.threads, model.providers
@@ -99,6 +126,21 @@ class Session:
         self.launcher = launcher if can_bind else None
         self.workspaces = self._make_workspaces()
         self._buckets = tuple(map(self._variant, variants(self.contract)[:-1]))
+
+    @property
+    def relation(self) -> RowRelation:
+        """Whether its rows affect each other's results: as measured, or by the manifest."""
+        return RowRelation(self.measurement.verdict, self.measurement.evidence, self._combine)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the runtime writes results to the memory of a batch."""
+        return self._binding is not None or self.launcher is not None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether equal batches have equal bits, as on a processor."""
+        return self.launcher is None
 
     def bucket(self, number: int) -> Session:
         """The session for a bucket's input length; the last one is itself."""
@@ -146,11 +188,31 @@ class Session:
         """Return why the server of a remote model is not ready; empty if it is."""
         return self._model.probe(run) if isinstance(self._model, RemoteModel) else ""
 
+    def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
+        """The results of a batch of arrays, in memory of the model, or `ExecutionFailed`."""
+        try:
+            return self._compute(arrays, outputs, run)
+        except DATA_ERRORS as error:
+            raise ExecutionFailed(f"computing this batch failed: {error}") from None
+
+    def results(self, rows: int, arrays: Arrays, run: Run) -> dict[str, np.ndarray]:
+        """The results of a batch by name, computed as a caller's."""
+        return from_body(self.contract.outputs, rows, compute(self, rows, arrays, run))
+
+    def stain(self, lengths: Sequence[int], pattern: int) -> None:
+        """Fill memory of these lengths with a pattern and free it, where the model allocates."""
+        getattr(self._model, "stain", stain_memory)(lengths, pattern)
+
     def warm_up(self, rows_max: int) -> None:
-        """Run the first batches, of at most `rows_max` rows, before any caller's."""
+        """Run the first batches, of at most `rows_max` rows, before any caller's.
+
+        A session without a measurement proves first which memory its runs write.
+        """
         if isinstance(self._model, RemoteModel) and not self._warm_up.samples:
             return
         generated = msgspec.structs.replace(self._warm_up, samples="")
+        if not self._is_measured and not isinstance(self._model, RemoteModel):
+            self._prove_outputs(generated)
         for each in self._buckets:
             warm(each, self._folder, generated, rows_max)
         warm(self, self._folder, self._warm_up, rows_max)
@@ -159,3 +221,70 @@ class Session:
                 for _ in range(SLOTS):  # Each slot has launches and graphs of its own.
                     warm(each, self._folder, generated, rows_max, self.launcher.graph_rows)
                     each.workspaces.reverse()
+
+    def measure(self, *, is_confined: bool, seconds: float = MEASURE_S) -> None:
+        """Measure whether rows affect each other, unless the load has a cached measurement.
+
+        `is_confined`: a crash ends only a process of this load. `seconds` limit the time.
+        """
+        if self._is_measured:
+            return
+        self._is_measured = True
+        unbound = self.measurement.unbound
+        if isinstance(self._model, RemoteModel):
+            self.measurement = undecided("a remote model is sent no generated rows", unbound)
+            return
+        samples: Arrays = {}
+        if self._warm_up.samples:
+            count, samples = sample_inputs(
+                self.contract.inputs, self._folder, self._warm_up.samples
+            )
+            step = max(count // SAMPLES_MEASURED, 1)
+            wanted = self.contract.rows_fixed or SAMPLES_MEASURED
+            samples = {name: array[::step][:wanted] for name, array in samples.items()}
+            if self.contract.rows_fixed not in (None, len(next(iter(samples.values())))):
+                samples = {}
+        is_confined = is_confined and self.launcher is None
+        verdict, evidence = measure_rows(
+            self, samples, self._choices, self._file, is_confined=is_confined, seconds=seconds
+        )
+        self.measurement = Measurement(unbound, verdict, evidence)
+
+    def _prove_outputs(self, plan: WarmUp) -> None:
+        """Prove that runs write all memory of their results; raise a `ManifestError` otherwise."""
+        specs, fixed = self.contract.inputs, self.contract.rows_fixed
+        random = WarmUp(values="random", low=1, high=2)
+        batches = [
+            (rows, generate_inputs(specs, rows, each))
+            for rows in (PROOF_ROWS if fixed is None else (fixed,))
+            for each in (plan, random)
+        ]
+        if self._warm_up.samples:
+            rows, inputs = sample_inputs(specs, self._folder, self._warm_up.samples)
+            wanted = fixed or min(rows, PROOF_ROWS[-1])
+            if wanted <= rows:
+                batches.append((wanted, {name: each[:wanted] for name, each in inputs.items()}))
+        unbound = unbound_outputs(self, batches)
+        if unbound:
+            self.measurement = Measurement(unbound)
+            for session in (*self._buckets, self):
+                session.contract = _without_binding(session.contract, unbound)
+                for workspace in session.workspaces:
+                    workspace.close()
+                session.workspaces = session._make_workspaces()
+        require_written(self, batches)
+
+
+def _without_binding(contract: Contract, unbound: tuple[str, ...]) -> Contract:
+    """The contract whose outputs of these names are copied from memory of the runtime."""
+    outputs = tuple(
+        msgspec.structs.replace(spec, is_bound=spec.is_bound and spec.tensor not in unbound)
+        for spec in contract.outputs
+    )
+    return msgspec.structs.replace(contract, outputs=outputs)
+
+
+def _choices(manifest: Manifest | None, labels: Labels) -> dict[str, tuple[str, ...]]:
+    """The words of each input with a vocabulary."""
+    entries = manifest.inputs if manifest is not None else ()
+    return {entry.tensor: labels[entry.vocabulary] for entry in entries if entry.vocabulary}

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Sequence
 
 import numpy as np
+
+from iskander.errors import ExecutionFailed
 
 TEXT_MAX = 4000
 """Characters of an error that are searched; the time of the pattern grows with their square."""
@@ -26,6 +29,27 @@ def memory(address: int, length_bytes: int) -> np.ndarray:
 def packed(tensor: np.ndarray) -> np.ndarray:
     """A boolean tensor as Arrow bits."""
     return np.packbits(tensor.view(np.uint8).reshape(-1), bitorder="little")
+
+
+def fits_rows(found: Sequence[int], rows: int, shape: Sequence[int]) -> bool:
+    """Whether a tensor has the rows of a batch, and each row the elements of `shape` in its order.
+
+    Axes of one element may be missing or more: some exporters declare `[n]` and return `[n, 1]`.
+    """
+    is_counted = len(found) > 0 and found[0] == rows
+    return is_counted and [n for n in found[1:] if n != 1] == [n for n in shape if n != 1]
+
+
+def shape_error(
+    tensor: str, found: Sequence[int], expected: Sequence[int | str]
+) -> ExecutionFailed:
+    """The error of a result with another shape than the contract."""
+    error = ExecutionFailed(
+        f"output `{tensor}` has shape {list(found)} for this batch, expected {list(expected)} by "
+        "the contract"
+    )
+    error.is_shape = True
+    return error
 
 
 def error_text(error: BaseException) -> str:

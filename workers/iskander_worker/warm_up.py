@@ -67,11 +67,13 @@ def warm(
             return
 
 
-def compute(session: Session, rows: int, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+def compute(
+    session: Session, rows: int, arrays: Mapping[str, np.ndarray], run: Run | None = None
+) -> np.ndarray:
     """Run one batch of named arrays; return the body of its results."""
     inputs = to_body(session.contract.inputs, rows, arrays)
     outputs = np.zeros(body_layout(session.contract.outputs, rows)[1], np.uint8)
-    session.bind(rows, inputs.ctypes.data, outputs.ctypes.data).run(Run())
+    session.bind(rows, inputs.ctypes.data, outputs.ctypes.data).run(run or Run())
     return outputs
 
 
@@ -104,11 +106,11 @@ def generate_inputs(
             continue
         if plan.values != "random":
             array = np.full(shape, float(plan.values == "ones"), np.float32)
-        elif np.dtype(spec.type.dtype.numpy).kind in "biu" and not _is_bfloat16(spec):
+        elif np.dtype(spec.type.dtype.numpy).kind in "biu" and not is_bfloat16(spec):
             array = random.integers(int(plan.low), int(plan.high), shape, np.int64, endpoint=True)
         else:
             array = random.uniform(plan.low, plan.high, shape)
-        arrays[spec.tensor] = _to_element_type(spec, array)
+        arrays[spec.tensor] = to_element_type(spec, array)
     return arrays
 
 
@@ -144,17 +146,24 @@ def from_body(specs: tuple[TensorSpec, ...], rows: int, body: np.ndarray) -> dic
     offsets, _ = body_layout(specs, rows)
     ranges, _ = string_ranges(specs, rows, string_lengths(specs, rows, body.data, offsets), offsets)
     arrays = read_body(specs, rows, offsets, ranges, body, bytes)
-    for spec in filter(_is_bfloat16, specs):
+    for spec in filter(is_bfloat16, specs):
         bits = arrays[spec.tensor].view(np.uint16).astype(np.uint32)
         arrays[spec.tensor] = (bits << _BFLOAT16_SHIFT).view(np.float32)
     return arrays
 
 
+def sample_inputs(
+    specs: tuple[TensorSpec, ...], folder: Path, name: str
+) -> tuple[int, dict[str, np.ndarray]]:
+    """The number of rows of a recorded sample, and its inputs by tensor."""
+    samples = read_arrays(folder, name)
+    rows = _row_count(samples, name)
+    return rows, {spec.tensor: _input(spec, samples, rows, name) for spec in specs}
+
+
 def _run_sample(session: Session, folder: Path, plan: WarmUp, rows_max: int) -> None:
     contract = session.contract
-    samples = read_arrays(folder, plan.samples)
-    rows = _row_count(samples, plan.samples)
-    inputs = {spec.tensor: _input(spec, samples, rows, plan.samples) for spec in contract.inputs}
+    rows, inputs = sample_inputs(contract.inputs, folder, plan.samples)
     fixed = contract.rows_fixed
     if fixed is not None and rows % fixed:
         raise ManifestError(
@@ -245,7 +254,7 @@ def _input(spec: TensorSpec, samples: Mapping[str, np.ndarray], rows: int, name:
             f"`{name}`: `{spec.tensor}` has dtype {array.dtype}, expected {spec.type.dtype_name}"
         )
     if not spec.is_string:
-        return _to_element_type(spec, array.reshape(shape))
+        return to_element_type(spec, array.reshape(shape))
     try:
         texts = np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
     except UnicodeDecodeError:
@@ -253,9 +262,9 @@ def _input(spec: TensorSpec, samples: Mapping[str, np.ndarray], rows: int, name:
     return texts.astype(np.object_)
 
 
-def _to_element_type(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
+def to_element_type(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
     """Convert to the element type of a tensor; clip integers."""
-    if _is_bfloat16(spec):
+    if is_bfloat16(spec):
         return round_to_bfloat16(array)
     dtype = np.dtype(spec.type.dtype.numpy)
     if dtype.kind in "iu":
@@ -263,5 +272,6 @@ def _to_element_type(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).astype(dtype)
 
 
-def _is_bfloat16(spec: TensorSpec) -> bool:
+def is_bfloat16(spec: TensorSpec) -> bool:
+    """Whether the elements are bfloat16, which NumPy has not."""
     return spec.type.dtype_name == "bfloat16"

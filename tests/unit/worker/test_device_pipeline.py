@@ -306,7 +306,8 @@ def test_failed_load_leaves_nothing_on_the_device(
     device = FakeDevice()
     folder = models.row_ids(tmp_path / "m")
     launcher = FakeLauncher(device, lambda inputs: {"y": inputs["x"]})
-    launcher.failures = [None, ExecutionFailed("out of memory")]
+    # The runs that prove what is written: two sizes, two kinds of values, two patterns.
+    launcher.failures = [*[None] * 8, None, ExecutionFailed("out of memory")]
     opened = [model_on(launcher)]
     monkeypatch.setattr(loader, "Session", lambda spec, cores: Session(spec, cores, opened[0]))
     loads = loader.LoadQueue(1)
@@ -360,7 +361,8 @@ def test_load_warms_both_slots_and_captures_their_graphs(tmp_path: Path) -> None
     launcher = FakeLauncher(device, lambda inputs: {"y": 3 * inputs["x"] + 1}, graph_rows=(4, 8))
     session = Session(model_spec(models.row_ids(tmp_path / "m")), 1, model_on(launcher))
     session.warm_up(16)
-    assert set(launcher.prepared) == {(1, False), (16, False), (4, True), (8, True)}
+    # The launch of 3 rows proves which memory a run writes.
+    assert set(launcher.prepared) == {(1, False), (3, False), (16, False), (4, True), (8, True)}
     assert [launcher.prepared.count((rows, True)) for rows in (4, 8)] == [SLOTS, SLOTS]
     assert launcher.prepared.count((16, False)) == SLOTS
     session.close()

@@ -19,6 +19,7 @@ from iskander_worker.warm_up import read_arrays
 from support.processes import eventually
 from support.scripted import model_spec
 
+from iskander.contract.row_relation import RowRelation
 from iskander.control.messages import LoadFailed
 from iskander.errors import ManifestError
 
@@ -141,6 +142,9 @@ class FakeSession:
         if self.error is not None:
             raise self.error
 
+    def measure(self, *, is_confined: bool) -> None:
+        """Nothing is known about its rows."""
+
     def close(self) -> None:
         self.closed += 1
 
@@ -189,6 +193,7 @@ def test_unused_sessions_wait_for_the_next_gateway(monkeypatch: pytest.MonkeyPat
         sessions.append(FakeSession())
         sessions[-1].notices, sessions[-1].contract = (), None
         sessions[-1].providers, sessions[-1].threads, sessions[-1].files_sha256 = (), 1, ""
+        sessions[-1].relation = RowRelation()
         return sessions[-1]
 
     def load(attachment: Any, name: str) -> None:

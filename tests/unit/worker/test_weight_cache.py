@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from iskander_worker.loading.weight_cache import MODEL, RECORD, WEIGHTS, WeightStore
+from iskander_worker.loading.weight_cache import FORMAT, MODEL, RECORD, WEIGHTS, WeightStore
 
 from iskander import clock
 from iskander.errors import ConfigError, ManifestError
@@ -82,7 +82,7 @@ def test_record_of_other_files_or_format_is_not_found(store: WeightStore, tmp_pa
     record = tmp_path / "cache" / "k" / RECORD
     text = record.read_text()
     for changed in (
-        text.replace('"format":1', '"format":2'),
+        text.replace(f'"format":{FORMAT}', f'"format":{FORMAT + 1}'),
         text.replace(WEIGHTS, "../../other"),
         "[" * 10_000,
     ):

@@ -26,6 +26,7 @@ from iskander_worker.backends.onnx_binding import BFLOAT16, Binding, options_of
 from iskander_worker.backends.onnx_device import OnnxLauncher, has_graphs
 from iskander_worker.devices.cuda import Device, DriverError, idle, open_device
 from iskander_worker.loading import engines
+from iskander_worker.loading.measurement import Measurement
 from iskander_worker.loading.opener import ModelSource, open_model
 from iskander_worker.tensors import error_text
 
@@ -66,6 +67,7 @@ class OnnxModel:
     def __init__(self, spec: ModelSpec, cores: int, source: ModelSource = ModelSource()) -> None:  # noqa: B008
         self.notices: tuple[str, ...] = ()
         self.files_sha256 = ""
+        self.measurement: Measurement | None = None
         self.threads = spec.threads_intra or cores
         options = ort.SessionOptions()
         options.log_severity_level = _LOG_ERRORS_ONLY

@@ -13,7 +13,7 @@ import onnxruntime as ort
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ExecutionFailed
 from iskander_worker.backends import Run
-from iskander_worker.tensors import error_text, memory, packed
+from iskander_worker.tensors import error_text, fits_rows, memory, packed, shape_error
 
 BFLOAT16: Final = 16
 """ONNX type number."""
@@ -26,7 +26,9 @@ class Binding:
     in advance: both use private buffers.
     """
 
-    __slots__ = ("_io", "_packed", "_rows", "_session", "_unbound", "_unpacked", "own_bytes")
+    __slots__ = (
+        "_io", "_packed", "_rows", "_session", "_targets", "_unbound", "_unpacked", "own_bytes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class Binding:
         self._unpacked: list[tuple[np.ndarray, np.ndarray]] = []
         self._packed: list[tuple[np.ndarray, np.ndarray]] = []
         self._unbound: list[tuple[int, TensorSpec, np.ndarray]] = []
+        self._targets: list[np.ndarray] = []
         self.own_bytes = 0
         offsets, _ = body_layout(contract.inputs, rows)
         for spec, offset in zip(contract.inputs, offsets, strict=True):
@@ -63,12 +66,20 @@ class Binding:
                 self._unbound.append((position, spec, target))
                 self.own_bytes += rows * spec.elements * np.dtype(spec.type.dtype.numpy).itemsize
                 continue
+            self._targets.append(target)
             if spec.type.dtype_name == "bool":
                 tensor = np.empty(shape, np.bool_)
                 self._packed.append((tensor, target))
                 self.own_bytes += tensor.nbytes
                 address = tensor.ctypes.data
             io.bind_output(spec.tensor, "cpu", 0, element_of(spec), shape, address)
+
+    def fill(self, pattern: int) -> None:
+        """Fill the memory of all bound outputs, to prove that a run writes it."""
+        for target in self._targets:
+            target[:] = pattern
+        for tensor, _ in self._packed:
+            tensor[...] = pattern & 1
 
     def run(self, run: Run) -> None:
         """Compute the batch, or raise `ExecutionFailed`; an abort ends it between two nodes."""
@@ -89,12 +100,9 @@ class Binding:
     def _copy_unbound(self) -> None:
         outputs = self._io.get_outputs()
         for position, spec, target in self._unbound:
-            value, shape = outputs[position], [self._rows, *spec.shape]
-            if value.shape() != shape:
-                raise ExecutionFailed(
-                    f"output `{spec.tensor}` has shape {value.shape()} for this batch, expected "
-                    f"{shape} by the contract"
-                )
+            value = outputs[position]
+            if not fits_rows(value.shape(), self._rows, spec.shape):
+                raise shape_error(spec.tensor, value.shape(), (self._rows, *spec.shape))
             if spec.type.dtype_name == "bool":
                 target[:] = packed(value.numpy())
             else:

@@ -21,7 +21,7 @@ from iskander.errors import ExecutionFailed
 from iskander_worker.backends import Run
 from iskander_worker.backends.onnx_binding import element_of
 from iskander_worker.devices.cuda import Device, capture_lock
-from iskander_worker.tensors import error_text
+from iskander_worker.tensors import error_text, fits_rows, shape_error
 
 NO_GRAPH: Final = -1
 
@@ -152,12 +152,9 @@ class OnnxLaunch:
         """Find the outputs that the runtime allocated; they live until the next run."""
         outputs = self._io.get_outputs()
         for position, spec in self._unbound:
-            value, shape = outputs[position], [self._rows, *spec.shape]
-            if value.shape() != shape:
-                raise ExecutionFailed(
-                    f"output `{spec.tensor}` has shape {value.shape()} for this batch, expected "
-                    f"{shape} by the contract"
-                )
+            value = outputs[position]
+            if not fits_rows(value.shape(), self._rows, spec.shape):
+                raise shape_error(spec.tensor, value.shape(), (self._rows, *spec.shape))
             self._addresses[position] = value.data_ptr()
 
 

@@ -172,6 +172,7 @@ class _Load:
         session = Session(self.spec, self._cores)
         try:
             session.warm_up(self.spec.rows_max)
+            session.measure(is_confined=False)
         except BaseException as error:
             self._fail(error)
         else:

@@ -31,6 +31,7 @@ from iskander_worker.loading.engines import (
     needs_engines,
     tensorrt_version,
 )
+from iskander_worker.loading.measurement import Measurement
 from iskander_worker.loading.model_files import (
     ModelFiles,
     inspect_files,
@@ -74,10 +75,14 @@ class ModelSource(NamedTuple):
 
 
 class OpenModel(Protocol):
-    """An opened model with notices for the operator, and the hash of its files."""
+    """An opened model.
+
+    `notices` are for the operator, `measurement` is that of its sandboxed load.
+    """
 
     notices: tuple[str, ...]
     files_sha256: str
+    measurement: Measurement | None
 
     def close(self) -> None:
         """Release the model."""
@@ -124,6 +129,7 @@ def open_model(
     if spec.execution_providers != ("cpu",) or not (loading.is_sandboxed or is_shared):
         return open_source(source)
     notices: tuple[str, ...] = ()
+    measurement: Measurement | None = None
     try:
         if not loading.cache:
             raise ConfigError("loading.cache has no folder: neither it nor HOME is set")
@@ -137,8 +143,9 @@ def open_model(
         verdict = load_in_sandbox(spec, cores, source.libraries, seconds=loading.sandbox_s)
         if verdict.refusal or verdict.error:
             raise ManifestError(verdict.refusal or verdict.error)
+        measurement = verdict.measurement
     model = open_source(source)
-    model.notices = notices
+    model.notices, model.measurement = notices, measurement
     return model
 
 
@@ -262,9 +269,9 @@ class _CachedLoad(NamedTuple):
             store.discard(key)
             raise
         if is_required:
-            store.add(key, note, verdict.refusal)
+            store.add(key, note, verdict.refusal, verdict.measurement)
         else:
-            store.add(key, note or verdict.refusal or verdict.error)
+            store.add(key, note or verdict.refusal or verdict.error, "", verdict.measurement)
 
 
 def _from_entry(
@@ -275,18 +282,24 @@ def _from_entry(
 ) -> ModelT:
     if entry.record.refusal:
         raise ManifestError(f"{entry.record.refusal}; it is not loaded again for ten minutes")
+    measurement = entry.record.measurement
     if entry.model is None and entry.record.digests:
-        return open_source(source._replace(engines=entry.folder))
+        model = open_source(source._replace(engines=entry.folder))
+        model.measurement = measurement
+        return model
     reason = entry.record.note
     if needs_engines(spec) and reason:
         raise ConfigError(reason)
     if entry.model is not None:
         try:
-            return open_source(source._replace(optimised=entry.model))
+            model = open_source(source._replace(optimised=entry.model))
+            model.measurement = measurement
+            return model
         except ManifestError as error:
             reason = error.message
     model = open_source(source)
     model.notices = (f"weights are not shared: {reason}",) if reason else ()
+    model.measurement = measurement
     return model
 
 

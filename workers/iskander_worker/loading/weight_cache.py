@@ -28,8 +28,9 @@ import msgspec
 from iskander import clock
 from iskander.decoders import thread_safe
 from iskander.errors import ConfigError, ManifestError
+from iskander_worker.loading.measurement import Measurement
 
-FORMAT = 1
+FORMAT = 2
 ENTRIES_MAX = 4096
 FILES_MAX = 256
 RECORD_BYTES_MAX = 1 << 16
@@ -41,6 +42,8 @@ RECORD, MODEL, WEIGHTS = "entry.json", "model.onnx", "weights.bin"
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Verdict of the sandboxed load of a model (`Verdict`), at a time of the monotonic clock.
 
+    `measurement` is None for a load that ended before it.
+
     `digests` has the SHA-256 of the files beside the record; it is empty without shared weights.
     """
 
@@ -49,6 +52,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     note: str = ""
     refusal: str = ""
     refused_ns: int = 0
+    measurement: Measurement | None = None
 
 
 class Entry(NamedTuple):
@@ -105,7 +109,13 @@ class WeightStore:
             raise _unwritable(error) from None
         return folder
 
-    def add(self, key: str, note: str = "", refusal: str = "") -> None:
+    def add(
+        self,
+        key: str,
+        note: str = "",
+        refusal: str = "",
+        measurement: Measurement | None = None,
+    ) -> None:
         """Publish the prepared entry atomically. The caller holds its lock exclusively."""
         new, folder = self._folder / f".new-{key}", self._folder / key
         try:
@@ -120,7 +130,8 @@ class WeightStore:
                     (new / name).unlink()
                 names = []
             digests = {name: _digest(new / name) for name in names}
-            record = Record(FORMAT, digests, note, refusal, clock.now_ns() if refusal else 0)
+            refused_ns = clock.now_ns() if refusal else 0
+            record = Record(FORMAT, digests, note, refusal, refused_ns, measurement)
             with (new / RECORD).open("wb") as stream:
                 os.fchmod(stream.fileno(), 0o600)
                 stream.write(msgspec.json.encode(record))

@@ -36,6 +36,7 @@ def check_load(spec: ModelSpec, cores: int) -> Loaded:
     try:
         session = Session(spec, cores)
         session.warm_up(spec.rows_max)
+        session.measure(is_confined=False)
     except KeyboardInterrupt:
         raise
     except BaseException as error:

@@ -27,6 +27,7 @@ from iskander.control.messages import LoadingSpec, ModelSpec
 from iskander.decoders import thread_safe
 from iskander_worker.foreign_interpreter import own_command
 from iskander_worker.loading.engines import needs_engines
+from iskander_worker.loading.measurement import Measurement
 
 IDLE_S = 10.0
 """Idle time after which the server is stopped: it uses some 50 MB."""
@@ -65,16 +66,20 @@ class JobRequest(msgspec.Struct, frozen=True):
 
 
 @thread_safe
-class Verdict(msgspec.Struct, frozen=True):
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Result of a sandboxed load: an error, or why weights cannot be shared (`note`).
 
     `refusal` describes how the model crashed or hung its process; `is_late` marks a timeout.
+    `unbound` are the outputs of a `Measurement`, whose rest is known later; it is None for a load
+    that failed.
     """
 
     error: str = ""
     refusal: str = ""
     note: str = ""
     is_late: bool = False
+    unbound: tuple[str, ...] = ()
+    measurement: Measurement | None = None
 
 
 @thread_safe

@@ -21,15 +21,17 @@ import signal
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.control.messages import ModelSpec
 from iskander.errors import IskanderError, ManifestError, shorten
 from iskander.logs import workers as log
 from iskander.logs.stderr import set_up_worker
 from iskander_worker.affinity import set_library_environment
+from iskander_worker.loading.measurement import Measurement, undecided
 from iskander_worker.loading.weight_cache import MODEL, WEIGHTS
 from iskander_worker.sandbox.client import (
     Answer,
@@ -40,13 +42,20 @@ from iskander_worker.sandbox.client import (
     timeout_verdict,
 )
 
+if TYPE_CHECKING:
+    from iskander_worker.session import Session
+
 NICE = 5
 GRACE_S = 10.0
 """Time between a fork's deadline and its own alarm, if nothing else ends it."""
 IDLE_MAX_S = 60.0
 """The server exits after this time without a job; its parent should have stopped it."""
 ERROR_CHARACTERS_MAX = 4000
-_VERDICT_BYTES = 1 << 16
+_REPORT_BYTES = 1 << 16
+ABORT_S = 2.0
+"""Time of a run to end after its abort."""
+MEASURE_SHARE = 0.7
+"""Share of the time that is left for a load which the measurement of its rows may use."""
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """A stop of the service sends them to all its processes. A fork ignores them and exits with its
@@ -99,19 +108,35 @@ def _verdict(request: JobRequest, answers: int) -> Verdict | None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(fork, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-        os.set_blocking(read_fd, False)
-        # A library of the model can exit with 0 before the verdict is written.
-        with contextlib.suppress(BlockingIOError, msgspec.DecodeError, UnicodeDecodeError):
-            if fork_fd in ready and code == 0:
-                return msgspec.json.decode(os.read(read_fd, _VERDICT_BYTES), type=Verdict)
+        found = _read_report(read_fd)
     finally:
         os.close(fork_fd)
         os.close(read_fd)
     if 0 in ready:
         return None
+    ended = f"the process ended {_cause(code)}" if ready else "it did not end in time"
+    if found is not None:  # Else a library of the model can have exited with 0.
+        if found.measurement is None and not found.error:
+            reason = f"{ended} in a batch of generated rows"
+            return msgspec.structs.replace(found, measurement=undecided(reason, found.unbound))
+        return found
     if not ready:
         return timeout_verdict(request.job)
     return Verdict(refusal=f"it crashed the sandbox process {_cause(code)}")
+
+
+def _read_report(read_fd: int) -> Verdict | None:
+    """The verdict that a fork has written, with its measurement if it has written one."""
+    os.set_blocking(read_fd, False)
+    try:
+        first, _, second = os.read(read_fd, _REPORT_BYTES).partition(b"\n")
+        verdict = msgspec.json.decode(first, type=Verdict)
+    except (BlockingIOError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        measurement = msgspec.json.decode(second, type=Measurement)
+        return msgspec.structs.replace(verdict, measurement=measurement)
+    return verdict
 
 
 def _cause(code: int) -> str:
@@ -121,8 +146,8 @@ def _cause(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"  # Most real-time signals have no name.
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"by {name}{hint}"
+    hints = {"SIGKILL": " (out of memory?)", "SIGALRM": " (it took too long)"}
+    return f"by {name}{hints.get(name, '')}"
 
 
 def _run_fork(request: JobRequest, server_pid: int, write_fd: int) -> NoReturn:
@@ -133,7 +158,10 @@ def _run_fork(request: JobRequest, server_pid: int, write_fd: int) -> NoReturn:
             os.setsid()
             set_up_worker()
             _limit(request.job, request.deadline_ns)
-            os.write(write_fd, msgspec.json.encode(_load_job(request.job)))
+            verdict, session = _load_job(request.job)
+            os.write(write_fd, msgspec.json.encode(verdict) + b"\n")
+            if session is not None:
+                os.write(write_fd, msgspec.json.encode(_measure(session, request.deadline_ns)))
             # No orderly exit: threads of the runtime could block it, and nothing is to be saved.
             os._exit(0)
     except BaseException as error:
@@ -160,24 +188,41 @@ def _limit(job: Job, deadline_ns: int) -> None:
         resource.setrlimit(limit, (most, most))
 
 
-def _load_job(job: Job) -> Verdict:
+def _load_job(job: Job) -> tuple[Verdict, Session | None]:
+    """The verdict without its measurement, and the session to measure, unless the load failed."""
     from iskander_worker.failures import load_error
 
     try:
-        return Verdict(note=_load(job))
+        note, session = _load(job)
+        return Verdict(note=note, unbound=session.measurement.unbound), session
     except MemoryError:
         return Verdict(
             error=f"it needs more memory than {job.private_bytes} bytes (loading.sandbox_bytes)"
-        )
+        ), None
     except BaseException as error:
         failure = load_error(error)
         if not isinstance(failure, IskanderError):
             raise
-        return Verdict(error=shorten(failure.message, ERROR_CHARACTERS_MAX))
+        return Verdict(error=shorten(failure.message, ERROR_CHARACTERS_MAX)), None
 
 
-def _load(job: Job) -> str:
-    """Load, warm, save and compare; return why the weights cannot be shared, else nothing."""
+def _measure(session: Session, deadline_ns: int) -> Measurement:
+    """Measure the rows of a loaded model, before the deadline of its load."""
+    from iskander_worker.loading.row_measurement import MEASURE_S
+
+    left_s = MEASURE_SHARE * max(deadline_ns - now_ns(), 0) / NS_PER_S
+    seconds = min(MEASURE_S, left_s)
+    # For a run that does not end when it is aborted.
+    signal.setitimer(signal.ITIMER_REAL, seconds + ABORT_S)
+    session.measure(is_confined=True, seconds=seconds)
+    return session.measurement
+
+
+def _load(job: Job) -> tuple[str, Session]:
+    """Load, warm, save and compare.
+
+    Returns why the weights cannot be shared, empty if they can, and the session of the model.
+    """
     from iskander_worker.backends.onnx import OnnxModel
     from iskander_worker.loading.engines import needs_engines
     from iskander_worker.loading.opener import ModelSource
@@ -187,31 +232,38 @@ def _load(job: Job) -> str:
 
     spec, source = job.spec, ModelSource(libraries=job.libraries)
 
-    def opened(source: ModelSource) -> Session:
-        return Session(spec, job.cores, lambda spec, cores: OnnxModel(spec, cores, source))
+    def opened(source: ModelSource, measurement: Measurement | None = None) -> Session:
+        def load(spec: ModelSpec, cores: int) -> OnnxModel:
+            model = OnnxModel(spec, cores, source)
+            model.measurement = measurement
+            return model
+
+        return Session(spec, job.cores, load)
 
     if job.folder is None or needs_engines(spec):
         if job.folder is not None:
             source = source._replace(engines=Path(job.folder), is_building=True)
-        opened(source).warm_up(spec.rows_max)
-        return ""
+        session = opened(source)
+        session.warm_up(spec.rows_max)
+        return "", session
     folder = Path(job.folder)
     try:
         session = opened(source._replace(save_to=folder / MODEL, save_weights=WEIGHTS))
     except ManifestError as error:
-        opened(source).warm_up(spec.rows_max)
-        return shorten(f"the optimised model cannot be saved: {error.message}", 300)
+        session = opened(source)
+        session.warm_up(spec.rows_max)
+        return shorten(f"the optimised model cannot be saved: {error.message}", 300), session
     session.warm_up(spec.rows_max)
     try:
         align_weights(folder / MODEL, folder / WEIGHTS)
-        shared = opened(source._replace(optimised=folder / MODEL))
+        shared = opened(source._replace(optimised=folder / MODEL), session.measurement)
     except ManifestError as error:
-        return shorten(f"the saved model cannot be loaded: {error.message}", 300)
+        return shorten(f"the saved model cannot be loaded: {error.message}", 300), session
     if shared.contract != session.contract:
-        return "the saved model has another contract"
+        return "the saved model has another contract", session
     if sample_results(session, spec.rows_max) != sample_results(shared, spec.rows_max):
-        return "the saved model has other results"
-    return ""
+        return "the saved model has other results", session
+    return "", session
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""Small ONNX graphs whose rows depend on each other, or not; each takes `x` and returns `y`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import TensorProto, helper, numpy_helper
+
+from support.models import save
+
+WIDTH = 3
+node = helper.make_node
+
+
+def _graph(
+    folder: Path,
+    nodes: list[Any],
+    *,
+    constants: dict[str, np.ndarray] | None = None,
+    rows: int | str = "rows",
+    element: int = TensorProto.FLOAT,
+    result: int | None = None,
+    width: int = WIDTH,
+    result_shape: list[Any] | None = None,
+) -> Path:
+    """Save a graph from `x` to `y`, both `[rows, width]` unless `result_shape` is given."""
+    initializers = [numpy_helper.from_array(v, name) for name, v in (constants or {}).items()]
+    shape = [rows, width]
+    outputs = [helper.make_tensor_value_info("y", result or element, result_shape or shape)]
+    inputs = [helper.make_tensor_value_info("x", element, shape)]
+    return save(folder, nodes, inputs, outputs, initializers)
+
+
+def linear(folder: Path, rows: int | str = "rows") -> Path:
+    """A matrix product: independent."""
+    weights = np.random.default_rng(1).standard_normal((WIDTH, WIDTH)).astype(np.float32)
+    return _graph(folder, [node("MatMul", ["x", "w"], ["y"])], constants={"w": weights}, rows=rows)
+
+
+def log(folder: Path) -> Path:
+    """A logarithm of absolute values: independent within rounding, but not bit for bit."""
+    return _graph(folder, [node("Abs", ["x"], ["a"]), node("Log", ["a"], ["y"])])
+
+
+def softmax_of_row(folder: Path) -> Path:
+    """Softmax over the values of a row: independent."""
+    return _graph(folder, [node("Softmax", ["x"], ["y"], axis=1)])
+
+
+def mean_of_rows(folder: Path) -> Path:
+    """The distance to the mean of all rows: dependent."""
+    nodes = [node("ReduceMean", ["x"], ["m"], axes=[0]), node("Sub", ["x", "m"], ["y"])]
+    return _graph(folder, nodes)
+
+
+def softmax_of_rows(folder: Path) -> Path:
+    """Softmax over the rows: dependent."""
+    return _graph(folder, [node("Softmax", ["x"], ["y"], axis=0)])
+
+
+def cumulative_sum(folder: Path, rows: int | str = "rows") -> Path:
+    """The sum of the rows so far: dependent."""
+    axis = {"axis": np.array(0, np.int64)}
+    return _graph(folder, [node("CumSum", ["x", "axis"], ["y"])], constants=axis, rows=rows)
+
+
+def reverse(folder: Path) -> Path:
+    """The rows in reverse: dependent."""
+    constants = {
+        "first": np.array([-1], np.int64), "last": np.array([-(2**62)], np.int64),
+        "axis": np.array([0], np.int64), "step": np.array([-1], np.int64),
+    }  # fmt: skip
+    return _graph(
+        folder, [node("Slice", ["x", "first", "last", "axis", "step"], ["y"])], constants=constants
+    )
+
+
+def sort(folder: Path) -> Path:
+    """Each column in descending order: dependent."""
+    nodes = [
+        node("Shape", ["x"], ["shape"], start=0, end=1),
+        node("TopK", ["x", "shape"], ["y", "order"], axis=0),
+    ]
+    return _graph(folder, nodes)
+
+
+def rank_of_row(folder: Path) -> Path:
+    """The position of each row: dependent, and the same for every content."""
+    nodes = [
+        node("Shape", ["x"], ["shape"]),
+        node("ConstantOfShape", ["shape"], ["zeros"]),
+        node("Add", ["zeros", "one"], ["ones"]),
+        node("CumSum", ["ones", "axis"], ["places"]),
+        node("Add", ["places", "x"], ["y"]),
+    ]
+    constants = {"one": np.array(1, np.float32), "axis": np.array(0, np.int64)}
+    return _graph(folder, nodes, constants=constants)
+
+
+def first_row_wins(folder: Path) -> Path:
+    """Every row plus the first one: dependent by position only."""
+    nodes = [node("Gather", ["x", "zero"], ["first"], axis=0), node("Add", ["x", "first"], ["y"])]
+    return _graph(folder, nodes, constants={"zero": np.array([0], np.int64)})
+
+
+def dynamic_quantization(folder: Path) -> Path:
+    """An int8 product whose scale is that of the whole batch: approximate."""
+    weights = np.random.default_rng(1).integers(-100, 100, (WIDTH, WIDTH)).astype(np.int8)
+    nodes = [
+        node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
+        node("MatMulInteger", ["q", "w", "zero"], ["product"]),
+        node("Cast", ["product"], ["wide"], to=TensorProto.FLOAT),
+        node("Mul", ["wide", "scale"], ["y"]),
+    ]
+    return _graph(folder, nodes, constants={"w": weights})
+
+
+def positive_rows(folder: Path) -> Path:
+    """The rows whose first value is positive: other results than rows."""
+    nodes = [
+        node("Gather", ["x", "zero"], ["head"], axis=1),
+        node("Squeeze", ["head", "one"], ["flat"]),
+        node("Greater", ["flat", "least"], ["is_kept"]),
+        node("Compress", ["x", "is_kept"], ["y"], axis=0),
+    ]
+    constants = {
+        "zero": np.array([0], np.int64), "one": np.array([1], np.int64),
+        "least": np.array(0, np.float32),
+    }  # fmt: skip
+    return _graph(folder, nodes, constants=constants, result_shape=["kept", WIDTH])
+
+
+def random(folder: Path) -> Path:
+    """Random numbers: two runs of one row differ."""
+    nodes = [node("RandomNormalLike", ["x"], ["noise"]), node("Add", ["x", "noise"], ["y"])]
+    return _graph(folder, nodes)
+
+
+def constant(folder: Path) -> Path:
+    """Zero for every row: nothing shows from which row a result comes."""
+    return _graph(folder, [node("Sub", ["x", "x"], ["y"])])
+
+
+def table(folder: Path, length: int = 4) -> Path:
+    """A lookup of integers in a table of `length` rows: independent; larger ones fail."""
+    values = np.random.default_rng(1).standard_normal((length, WIDTH)).astype(np.float32)
+    return _graph(
+        folder,
+        [node("Gather", ["table", "x"], ["wide"]), node("ReduceSum", ["wide", "axis"], ["y"])],
+        constants={"table": values, "axis": np.array([1], np.int64)},
+        element=TensorProto.INT64,
+        result=TensorProto.FLOAT,
+        result_shape=["rows", 1, WIDTH],
+    )
+
+
+INDEPENDENT: tuple[Callable[[Path], Path], ...] = (linear, log, softmax_of_row, table)
+DEPENDENT: tuple[Callable[[Path], Path], ...] = (
+    mean_of_rows, softmax_of_rows, cumulative_sum, reverse, sort, rank_of_row, first_row_wins,
+    positive_rows,
+)  # fmt: skip

@@ -1,0 +1,139 @@
+"""Rows of generated values, with which a load measures a model.
+
+Values vary from row to row, so that the results of two rows can be told apart. Whether a model
+accepts them is not known: its runs may fail, and the next kind of values is tried.
+
+Runs on: worker main, and the process of a sandboxed load.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from iskander.contract.tensors import TensorSpec
+from iskander_worker.warm_up import is_bfloat16, to_element_type
+
+DIGITS = tuple("123456789")
+WORDS_MAX = 4096
+WORD_FILE_BYTES_MAX = 64 << 20
+WORDS_OF_A_TEXT = 4
+FLOAT16_MAX = 1000.0
+_STRING_FIELD = re.compile(rb"[\x32\x4a]([\x01-\x20])")
+"""Tag and length of a short string in an ONNX file: `TensorProto.string_data` and
+`AttributeProto.strings` have the field numbers 6 and 9."""
+
+
+class Values(NamedTuple):
+    """A kind of values.
+
+    Attributes:
+        scale: Standard deviation of floats, whose mean is 0; of positive ones, their maximum.
+        high: Largest integer. The smallest is 1: a division by 0 ends the process.
+        are_positive: Floats are positive.
+        words: Text; empty: digits.
+        words_of_text: Maximum number of words in a text.
+    """
+
+    scale: float = 1.0
+    high: int = 2
+    are_positive: bool = False
+    words: tuple[str, ...] = ()
+    words_of_text: int = 1
+
+
+class RowGenerator:
+    """Generates the inputs of batches; equal seeds make equal rows.
+
+    `choices` has the texts that an input accepts, by tensor, such as the words of a vocabulary.
+    """
+
+    def __init__(self, specs: tuple[TensorSpec, ...], choices: Mapping[str, Sequence[str]]) -> None:
+        self._specs = specs
+        self._choices = choices
+
+    @property
+    def has_floats(self) -> bool:
+        """Whether an input has numbers of any magnitude."""
+        return any(_is_float(spec) for spec in self._specs)
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether an input has integers."""
+        return any(_is_integer(spec) for spec in self._specs)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether an input has texts of any kind."""
+        return any(spec.is_string and spec.tensor not in self._choices for spec in self._specs)
+
+    def rows(self, count: int, values: Values, seed: int) -> dict[str, np.ndarray]:
+        """The arrays of a batch of `count` rows."""
+        random = np.random.default_rng(seed)
+        return {spec.tensor: self._array(spec, count, values, random) for spec in self._specs}
+
+    def _array(
+        self, spec: TensorSpec, count: int, values: Values, random: np.random.Generator
+    ) -> np.ndarray:
+        shape = (count, *spec.shape)
+        array: np.ndarray
+        if spec.is_string:
+            array = np.empty(count * spec.elements, np.object_)
+            array[:] = self._texts(spec, len(array), values, random)
+            return array.reshape(shape)
+        if _is_float(spec):
+            is_half = spec.type.dtype_name == "float16"
+            scale = min(values.scale, FLOAT16_MAX) if is_half else values.scale
+            array = scale * (
+                random.random(shape) if values.are_positive else random.standard_normal(shape)
+            )
+        elif spec.type.dtype_name == "bool":
+            array = random.integers(0, 1, shape, endpoint=True)
+        else:
+            array = random.integers(1, values.high, shape, endpoint=True)
+        return to_element_type(spec, array)
+
+    def _texts(
+        self, spec: TensorSpec, count: int, values: Values, random: np.random.Generator
+    ) -> list[str]:
+        choices = self._choices.get(spec.tensor)
+        if choices is not None:
+            return [choices[index] for index in random.integers(len(choices), size=count)]
+        words = values.words or DIGITS
+        texts = []
+        for _ in range(count):
+            length = int(random.integers(1, values.words_of_text, endpoint=True))
+            texts.append(" ".join(words[at] for at in random.integers(len(words), size=length)))
+        return texts
+
+
+def words_in(path: Path) -> tuple[str, ...]:
+    """Words that a graph file contains, such as categories and the vocabulary of a tokenizer.
+
+    Found by their encoding and not by parsing, so some may be no words of the model.
+    """
+    if not path.is_file():
+        return ()
+    with path.open("rb") as file:
+        raw = file.read(WORD_FILE_BYTES_MAX)
+    words: dict[str, None] = {}
+    for found in _STRING_FIELD.finditer(raw):
+        begin = found.end()
+        word = raw[begin : begin + found[1][0]]
+        if word.isalnum() and word.isascii():
+            words[word.decode()] = None
+            if len(words) == WORDS_MAX:
+                break
+    return tuple(words)
+
+
+def _is_float(spec: TensorSpec) -> bool:
+    return is_bfloat16(spec) or spec.type.dtype_name in ("float16", "float32", "float64")
+
+
+def _is_integer(spec: TensorSpec) -> bool:
+    return not (spec.is_string or _is_float(spec) or spec.type.dtype_name == "bool")

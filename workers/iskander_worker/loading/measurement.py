@@ -1,0 +1,33 @@
+"""Findings of a load that runs the model, kept with the cached verdict of its sandbox.
+
+Runs on: worker main, the process of a sandboxed load, and the operator's tool.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from iskander.contract.row_relation import EVIDENCE_CHARACTERS_MAX, Verdict
+from iskander.decoders import thread_safe
+from iskander.errors import shorten
+
+
+@thread_safe
+class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Findings about one model version.
+
+    Attributes:
+        unbound: Outputs that the runtime does not write to bound memory; they are copied from the
+            runtime's own memory after each run.
+        verdict: Whether its rows affect each other's results (`contract.row_relation`).
+        evidence: What was run and found, for people.
+    """
+
+    unbound: tuple[str, ...] = ()
+    verdict: Verdict = "undecided"
+    evidence: str = "not measured"
+
+
+def undecided(evidence: str, unbound: tuple[str, ...] = ()) -> Measurement:
+    """The findings about a model whose rows could not be measured, with the reason."""
+    return Measurement(unbound, "undecided", shorten(evidence, EVIDENCE_CHARACTERS_MAX))

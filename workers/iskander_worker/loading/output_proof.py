@@ -1,0 +1,230 @@
+"""Proof that a run writes every byte of a model's results.
+
+The memory of a result has held other results: those of other callers, and of other models. A graph
+output that is also an input or a constant is not written to memory that is bound to it, and a
+program may return memory that it never wrote. So a load runs batches over two patterns:
+
+    bound result with pattern 0x55  ==  bound result with 0xAA  ==  the runtime's own result
+        else the output is not bound, and is copied from the runtime's memory
+    own result after 0x55 was freed  ==  own result after 0xAA was freed
+        else, where the bytes are the patterns, the model does not write its result: a load error
+
+Runs on: worker main, and the process of a sandboxed load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import numpy as np
+
+from iskander.contract.graph import Graph
+from iskander.contract.tensors import Contract, TensorSpec, body_layout
+from iskander.errors import ContractError, ExecutionFailed, ManifestError
+from iskander_worker.backends import Arrays, Bound, Run
+from iskander_worker.tensors import fits_rows
+from iskander_worker.warm_up import from_body, to_body
+
+PATTERNS = (0x55, 0xAA)
+STAINS = 8
+"""Freed memory of each result's size that has a pattern, so that the next allocation gets it."""
+STAIN_BYTES_MAX = 1 << 26
+REPEATS = 2
+"""Rounds in which the same elements must have the patterns, which a value may have by chance."""
+
+Batch = tuple[int, Mapping[str, np.ndarray]]
+"""Rows, and the arrays of the contract's inputs."""
+
+
+class ProvedModel(Protocol):
+    """The part of a `Session` that a proof uses."""
+
+    contract: Contract
+    graph: Graph
+
+    @property
+    def is_bound(self) -> bool:
+        """As `Session.is_bound`."""
+
+    @property
+    def is_exact(self) -> bool:
+        """As `Session.is_exact`."""
+
+    def stain(self, lengths: Sequence[int], pattern: int) -> None:
+        """As `Session.stain`."""
+
+    def bind(self, rows: int, input_address: int, output_address: int) -> Bound:
+        """As `Session.bind`."""
+
+    def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
+        """The results before their rows are checked, as `Model.compute`."""
+
+
+def unbound_outputs(model: ProvedModel, batches: Sequence[Batch]) -> tuple[str, ...]:
+    """The bound outputs that must be copied instead; empty for a model that binds nothing.
+
+    Raises:
+        ManifestError: An output has another shape than its declaration in every batch that runs.
+    """
+    specs = model.contract.outputs
+    names = [spec.tensor for spec in specs]
+    given = {tensor.name for tensor in model.graph.inputs}
+    unbound = {name for name in names if name in given}
+    shapes: dict[str, list[tuple[bool, str]]] = {name: [] for name in names}
+    ran: list[tuple[Batch, Arrays | None]] = []
+    for rows, arrays in batches:
+        own: Arrays | None = None
+        # Generated values may be invalid, and the runtime cannot return bfloat16.
+        with suppress(ContractError, ExecutionFailed):
+            own = model.compute(arrays, names, Run())
+        ran.append(((rows, arrays), own))
+        for spec in specs if own is not None else ():
+            assert own is not None
+            found = own[spec.tensor].shape
+            is_declared = found == (rows, *spec.shape)
+            if not is_declared:
+                unbound.add(spec.tensor)
+            text = f"{list(found)} for {rows} rows, expected {[rows, *spec.shape]}"
+            shapes[spec.tensor].append((is_declared or fits_rows(found, rows, spec.shape), text))
+    for name, found_shapes in shapes.items():
+        if found_shapes and not any(fits for fits, _ in found_shapes):
+            raise ManifestError(
+                f"output `{name}` has the shape {found_shapes[0][1]} by its declaration: every "
+                "request would fail"
+            )
+    if not model.is_bound:
+        return ()
+    for (rows, arrays), own in ran:
+        left = tuple(spec for spec in specs if spec.is_bound and spec.tensor not in unbound)
+        if left:
+            unbound |= _not_written(model, rows, arrays, own, left)
+    return tuple(name for name in names if name in unbound)
+
+
+def require_written(model: ProvedModel, batches: Iterable[Batch]) -> None:
+    """Raise a `ManifestError` if a model returns memory that it has not written."""
+    names = [spec.tensor for spec in model.contract.outputs]
+    for rows, arrays in batches:
+        suspect: dict[str, np.ndarray] = {}
+        for round_number in range(REPEATS):
+            found = [_own_after_stain(model, rows, arrays, names, each) for each in PATTERNS]
+            if found[0] is None or found[1] is None:
+                break
+            stained = _stained(found[0], found[1])
+            suspect = {
+                name: mask & suspect[name] if round_number else mask
+                for name, mask in stained.items()
+                if not round_number or name in suspect
+            }
+            suspect = {name: mask for name, mask in suspect.items() if mask.any()}
+            if not suspect:
+                break
+        for name, mask in suspect.items():
+            raise ManifestError(
+                f"output `{name}`: the model does not write {int(mask.sum())} of {mask.size} "
+                f"elements of its result for {rows} rows, which would return earlier data"
+            )
+
+
+def _not_written(
+    model: ProvedModel,
+    rows: int,
+    arrays: Mapping[str, np.ndarray],
+    own: Arrays | None,
+    specs: tuple[TensorSpec, ...],
+) -> set[str]:
+    """The bound outputs whose memory differs from the runtime's own results, or by pattern."""
+    found = [_bound_results(model, rows, arrays, pattern) for pattern in PATTERNS]
+    different: set[str] = set()
+    if found[0] is None or found[1] is None:
+        return different
+    for spec in specs:
+        one, other = found[0][spec.tensor], found[1][spec.tensor]
+        is_repeated = _equal(one, other, is_exact=model.is_exact)
+        if not is_repeated and not _has_patterns(one, other):
+            continue  # Two runs of one batch differ, as with random numbers.
+        is_own = own is None or _equal(
+            one, own[spec.tensor].reshape(one.shape), is_exact=model.is_exact
+        )
+        if not is_repeated or not is_own:
+            different.add(spec.tensor)
+    return different
+
+
+def _bound_results(
+    model: ProvedModel, rows: int, arrays: Mapping[str, np.ndarray], pattern: int
+) -> dict[str, np.ndarray] | None:
+    """The results of a bound run over memory with a pattern; None if it fails."""
+    specs = model.contract.outputs
+    inputs = to_body(model.contract.inputs, rows, arrays)
+    outputs = np.full(body_layout(specs, rows)[1] + 64, pattern, np.uint8)
+    try:
+        bound = model.bind(rows, inputs.ctypes.data, outputs.ctypes.data)
+        fill = getattr(bound, "fill", None)
+        if fill is not None:
+            fill(pattern)
+        bound.run(Run())
+    except (ContractError, ExecutionFailed):
+        return None
+    return from_body(specs, rows, outputs)
+
+
+def _own_after_stain(
+    model: ProvedModel,
+    rows: int,
+    arrays: Mapping[str, np.ndarray],
+    names: Sequence[str],
+    pattern: int,
+) -> dict[str, np.ndarray] | None:
+    """The model's own results after memory of their sizes was filled and freed; None: it failed."""
+    lengths = [spec.buffer_bytes(rows) for spec in model.contract.outputs if not spec.is_string]
+    sizes = [length for length in lengths if 0 < length <= STAIN_BYTES_MAX]
+    model.stain(sizes, pattern)
+    try:
+        results = model.compute(arrays, names, Run())
+    except (ContractError, ExecutionFailed):
+        return None
+    return {name: np.array(results[name]) for name in names}
+
+
+def stain_memory(lengths: Sequence[int], pattern: int) -> None:
+    """Fill memory of these lengths in bytes with a pattern, and free it."""
+    for length in lengths:
+        kept = [np.full(length, pattern, np.uint8) for _ in range(STAINS)]
+        kept.clear()
+
+
+def _stained(
+    first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The elements that are the first pattern in one result and the second in the other."""
+    found = {}
+    for name, one in first.items():
+        other = second[name]
+        if one.dtype.kind == "O" or one.shape != other.shape or not one.size:
+            continue
+        pair = [
+            np.ascontiguousarray(each).reshape(-1).view(np.uint8).reshape(one.size, -1)
+            for each in (one, other)
+        ]
+        masks = [(raw == pattern).all(axis=1) for raw, pattern in zip(pair, PATTERNS, strict=True)]
+        found[name] = masks[0] & masks[1]
+    return found
+
+
+def _has_patterns(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether an element of the results is the pattern of its run in both."""
+    if one.dtype == np.bool_:  # As bits, both patterns are `True` for some elements.
+        return True
+    return any(bool(mask.any()) for mask in _stained({"": one}, {"": other}).values())
+
+
+def _equal(one: np.ndarray, other: np.ndarray, *, is_exact: bool) -> bool:
+    """Whether results are equal, NaN too; on a device within its rounding."""
+    if one.dtype.kind != "f":
+        return bool(np.array_equal(one, other))
+    if is_exact:
+        return bool(np.array_equal(one, other, equal_nan=True))
+    return bool(np.allclose(one, other, rtol=1e-2, atol=1e-3, equal_nan=True))

@@ -1,0 +1,456 @@
+"""Measurement of a model's rows: whether a result depends on the other rows of its batch.
+
+    each row alone                    the reference; of a graph with a fixed number of rows, a batch
+    all rows, and reversed            a position matters, or the other rows do
+    in parts                          a split of a request
+    the last row repeated             padding
+    among many other rows             a batch of several requests
+    among rows 1000 times as large,   a scale of the whole batch, as in dynamic quantization
+      and 1000 times as small
+
+The rows are the warm-up samples, if there are any, and generated ones of several kinds. Results of
+the reference must differ between rows: equal results do not show from which row they come.
+
+Runs on: the process of a sandboxed load; worker main for a model that has no sandboxed load.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from iskander.clock import NS_PER_S, now_ns
+from iskander.contract.row_relation import EVIDENCE_CHARACTERS_MAX, Verdict
+from iskander.contract.tensors import Contract
+from iskander.contract.tolerance import difference, mismatches, scale_of
+from iskander.errors import ContractError, ExecutionFailed, shorten
+from iskander_worker.backends import Run
+from iskander_worker.loading.generated_rows import RowGenerator, Values, words_in
+
+MAGNITUDE = 1000.0
+SMALL_SHARE = 0.05
+"""Largest difference of `approximate` results, as a share of the results of all rows."""
+SEARCHED_ROWS = 512
+"""Rows of a batch in which other results of an output are searched."""
+MEASURE_S = 20.0
+WHAT_TO_DO = "add warm-up samples with different results, or `combine` to the manifest"
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Extent(NamedTuple):
+    """How much a measurement runs.
+
+    Attributes:
+        rows: Rows of a kind of values.
+        padded: Rows of a batch whose last row is repeated.
+        many: Rows of a batch with other rows.
+        kinds: Kinds of values.
+        total: Rows of all batches together, about.
+    """
+
+    rows: int
+    padded: int
+    many: int
+    kinds: int
+    total: int
+
+
+EXTENTS = (
+    Extent(rows=8, padded=13, many=64, kinds=6, total=900),
+    Extent(rows=4, padded=6, many=16, kinds=2, total=130),
+    Extent(rows=3, padded=4, many=6, kinds=1, total=40),
+)
+"""The first one whose predicted time fits is used: a row of a large model takes a second."""
+TIME_SHARE = 0.6
+"""Share of the time limit that the prediction may use."""
+
+
+class MeasuredModel(Protocol):
+    """The part of a `Session` that a measurement uses."""
+
+    contract: Contract
+
+    def results(self, rows: int, arrays: Arrays, run: Run) -> dict[str, np.ndarray]:
+        """The results of a batch by name, or raise `ExecutionFailed` or `ContractError`."""
+
+
+class RowVerdict(NamedTuple):
+    """Whether rows affect each other, and what was run and found."""
+
+    verdict: Verdict
+    evidence: str
+
+
+class _Difference(NamedTuple):
+    """A result that differs from the reference.
+
+    `share` is its difference as a share of the results of all rows; 1 if it has no size.
+    """
+
+    share: float
+    text: str
+
+
+class _Undecided(Exception):
+    """The measurement cannot continue; the message is the reason."""
+
+
+class _Dependent(Exception):
+    """The results of a batch are not one for each row; the message is the evidence."""
+
+
+def measure_rows(
+    model: MeasuredModel,
+    samples: Arrays,
+    choices: Mapping[str, Sequence[str]],
+    graph_file: Path,
+    *,
+    is_confined: bool,
+    seconds: float = MEASURE_S,
+) -> RowVerdict:
+    """Measure a loaded model.
+
+    Args:
+        model: The model.
+        samples: Recorded inputs of a few rows by tensor; empty for none.
+        choices: Texts that an input accepts, by tensor.
+        graph_file: File whose words are used as texts.
+        is_confined: A crash ends only the process of this load. Otherwise values are those that
+            crash no known operator.
+        seconds: Time limit.
+    """
+    fixed = model.contract.rows_fixed
+    if fixed == 1:
+        return RowVerdict("independent", "the graph runs one row at a time")
+    measurement = _Measurement(model, choices, fixed, seconds)
+    try:
+        return measurement.verdict(samples, graph_file, is_confined=is_confined)
+    except _Dependent as evidence:
+        return RowVerdict("dependent", _evidence(str(evidence)))
+    except _Undecided as reason:
+        return RowVerdict("undecided", _evidence(str(reason)))
+    finally:
+        measurement.close()
+
+
+class _Measurement:
+    """One measurement; `close` stops its timer."""
+
+    def __init__(
+        self,
+        model: MeasuredModel,
+        choices: Mapping[str, Sequence[str]],
+        fixed: int | None,
+        seconds: float,
+    ) -> None:
+        self._model = model
+        self._fixed = fixed
+        self._generator = RowGenerator(model.contract.inputs, choices)
+        self._dtypes = {spec.tensor: spec.type.dtype_name for spec in model.contract.outputs}
+        self._names = list(self._dtypes)
+        self._seconds = seconds
+        self._deadline_ns = now_ns() + int(seconds * NS_PER_S)
+        self._run = Run()
+        self._timer = threading.Timer(seconds, self._expire)
+        self._timer.daemon = True
+        self._timer.start()
+        self._is_late = False
+        self._extent = EXTENTS[0]
+        self._varied: set[str] = set()
+        self._examined = 0
+        self._problem = ""
+        self._worst: _Difference | None = None
+        self._outlier: _Difference | None = None
+
+    def close(self) -> None:
+        """Stop the timer."""
+        self._timer.cancel()
+
+    def verdict(self, samples: Arrays, graph_file: Path, *, is_confined: bool) -> RowVerdict:
+        """Run every kind of values, and judge the differences."""
+        self._extent = self._choose_extent()
+        kinds = self._kinds(graph_file, is_confined=is_confined)
+        if samples:
+            self._examine(kinds[0], samples)
+        count = self._fixed or self._extent.rows
+        for number, values in enumerate(kinds):
+            if self._examined < self._extent.kinds and not self._is_dependent:
+                self._examine(values, self._generator.rows(count, values, seed=number))
+        if self._worst is None and self._outlier is None and self._fixed is None:
+            self._search_other_results(kinds)
+        return self._judge()
+
+    def _examine(self, values: Values, rows: Arrays) -> None:
+        """Compare the results of some rows in all batches; rows whose runs fail are skipped."""
+        found = self._reference(rows)
+        if isinstance(found, str):
+            self._problem = self._problem or found
+            return
+        self._examined += 1
+        self._require_repeated(rows, found)
+        self._note_varied(found)
+        for each in self._same_magnitude(rows, found, values):
+            self._worst = _larger(self._worst, each)
+        for each in self._other_magnitudes(rows, found, values):
+            self._outlier = _larger(self._outlier, each)
+
+    @property
+    def _is_dependent(self) -> bool:
+        return self._worst is not None and self._worst.share > SMALL_SHARE
+
+    def _search_other_results(self, kinds: Sequence[Values]) -> None:
+        """Examine rows with other results of outputs that have not varied, such as labels."""
+        for values in kinds:
+            if not self._examined or self._varied == set(self._names):
+                return
+            many = self._generator.rows(SEARCHED_ROWS, values, seed=96)
+            results = self._results(many)
+            if isinstance(results, str):
+                continue
+            wanted = {0, 1}
+            for name in set(self._names) - self._varied:
+                first, *others = results[name]
+                different = (n for n, row in enumerate(others, 1) if not _same(first, row))
+                wanted.update(islice(different, 2))
+            if len(wanted) > 2:
+                self._examine(values, _take(many, sorted(wanted)))
+
+    def _judge(self) -> RowVerdict:
+        if self._worst is not None:
+            share, text = self._worst.share, (self._outlier or self._worst).text
+            if share > SMALL_SHARE:
+                return RowVerdict("dependent", _evidence(self._worst.text))
+            return RowVerdict("approximate", _evidence(text))
+        if self._outlier is not None:
+            is_small = self._outlier.share <= SMALL_SHARE
+            text = self._outlier.text
+            return RowVerdict("approximate" if is_small else "dependent", _evidence(text))
+        if not self._examined:
+            raise _Undecided(f"no batch of generated rows runs: {self._problem}; {WHAT_TO_DO}")
+        same = [name for name in self._names if name not in self._varied]
+        if same:
+            raise _Undecided(
+                f"output `{same[0]}` has the same result for all rows that were tried; {WHAT_TO_DO}"
+            )
+        count = self._fixed or self._extent.rows
+        sizes = f"{count}" if self._fixed else f"1 to {self._extent.many}"
+        plural = "s" if self._examined > 1 else ""
+        return RowVerdict(
+            "independent",
+            f"{count} rows of {self._examined} kind{plural} of values, in batches of {sizes} rows",
+        )
+
+    def _choose_extent(self) -> Extent:
+        """The extent for the time that one row takes, or one batch of a fixed number of rows."""
+        arrays = self._generator.rows(self._fixed or 1, Values(), seed=97)
+        times = []
+        for _ in range(2):
+            begun_ns = now_ns()
+            if isinstance(self._results(arrays), str):
+                return EXTENTS[0]
+            times.append((now_ns() - begun_ns) / NS_PER_S)
+        row_s = min(times) / (self._fixed or 1)
+        for extent in EXTENTS:
+            if extent.total * row_s <= TIME_SHARE * self._seconds:
+                return extent
+        raise _Undecided(f"one row takes {row_s:.2g} s, which is too long to measure more of them")
+
+    def _kinds(self, graph_file: Path, *, is_confined: bool) -> list[Values]:
+        """The kinds of values to try."""
+        generator = self._generator
+        kinds = [Values()]
+        if is_confined and generator.has_integers:
+            kinds.append(Values(high=9))
+        if generator.has_floats:
+            kinds += [Values(scale=100.0), Values(scale=10.0, are_positive=True)]
+        if generator.has_texts and (words := words_in(graph_file)):
+            kinds += [Values(words=words), Values(words=words, words_of_text=4)]
+        return kinds
+
+    def _reference(self, rows: Arrays) -> dict[str, np.ndarray] | str:
+        """The results of each row alone, or of the only possible batch; a text if a run fails."""
+        if self._fixed is not None:
+            return self._results(rows)
+        first = self._results(_take(rows, [0]))
+        if isinstance(first, str):
+            whole = self._results(rows)
+            if isinstance(whole, str):
+                return first
+            raise _Undecided(f"a batch of one row fails, and one of several rows runs: {first}")
+        parts = [first]
+        for index in range(1, _count(rows)):
+            part = self._results(_take(rows, [index]))
+            if isinstance(part, str):
+                return part
+            parts.append(part)
+        return {name: np.concatenate([part[name] for part in parts]) for name in self._names}
+
+    def _require_repeated(self, rows: Arrays, found: dict[str, np.ndarray]) -> None:
+        """Stop for a model whose runs differ for the same rows."""
+        first = rows if self._fixed is not None else _take(rows, [0])
+        again = self._results(first)
+        expected = found if self._fixed is not None else _take(found, [0])
+        if isinstance(again, str):
+            raise _Undecided(f"a batch that ran before fails: {again}")
+        for name in self._names:
+            if self._mismatches(name, again[name], expected[name], scale_of(found[name])).any():
+                raise _Undecided(f"output `{name}` differs between two runs of the same rows")
+
+    def _note_varied(self, found: Mapping[str, np.ndarray]) -> None:
+        """Note the outputs that have different results for different rows."""
+        for name in self._names:
+            result = found[name]
+            if any(not _same(result[0], row) for row in result[1:]):
+                self._varied.add(name)
+
+    def _same_magnitude(
+        self, rows: Arrays, found: dict[str, np.ndarray], values: Values
+    ) -> Iterator[_Difference]:
+        """Differences in batches of rows like these."""
+        count = _count(rows)
+        indices = list(range(count))
+        backwards = indices[::-1]
+        if self._fixed is not None:
+            yield from self._compare(_take(rows, backwards), found, backwards, "in reverse")
+            for index in sorted({0, count // 2, count - 1}):
+                repeated = _take(rows, [index] * count)
+                yield from self._compare(repeated, found, [index] * count, "repeated")
+                other = self._generator.rows(count, values, seed=100 + index)
+                yield from self._compare_one(rows, found, index, other, "with other rows")
+            return
+        yield from self._compare(rows, found, indices, f"in a batch of {count} rows")
+        yield from self._compare(_take(rows, backwards), found, backwards, "in reverse")
+        for part in (indices[: count // 3 + 1], indices[count // 3 + 1 :]):
+            yield from self._compare(_take(rows, part), found, part, f"in a part of {len(part)}")
+        padded = indices + [count - 1] * max(self._extent.padded - count, 1)
+        yield from self._compare(_take(rows, padded), found, padded, "with the last row repeated")
+        total = max(self._extent.many, 2 * count)
+        many = self._generator.rows(total - count, values, seed=99)
+        if not isinstance(self._results(many), str):
+            joined = {name: np.concatenate([rows[name], many[name]]) for name in rows}
+            yield from self._compare(joined, found, indices, f"in a batch of {total} rows")
+
+    def _other_magnitudes(
+        self, rows: Arrays, found: dict[str, np.ndarray], values: Values
+    ) -> Iterator[_Difference]:
+        """Differences among rows that are much larger and much smaller."""
+        if not self._generator.has_floats:
+            return
+        count = _count(rows)
+        for factor in (MAGNITUDE, 1 / MAGNITUDE):
+            scaled = values._replace(scale=values.scale * factor)
+            others = self._generator.rows(count, scaled, seed=98)
+            text = f"among rows {factor:g} times as large"
+            if self._fixed is not None:
+                for index in sorted({0, count - 1}):
+                    yield from self._compare_one(rows, found, index, others, text)
+            elif not isinstance(self._results(others), str):  # Else they are invalid by themselves.
+                pairs = {name: np.stack([others[name], rows[name]], axis=1) for name in rows}
+                mixed = {
+                    name: pair.reshape(2 * count, *pair.shape[2:]) for name, pair in pairs.items()
+                }
+                own = list(range(1, 2 * count, 2))
+                yield from self._compare(mixed, found, list(range(count)), text, own)
+
+    def _compare_one(
+        self, rows: Arrays, found: dict[str, np.ndarray], index: int, others: Arrays, text: str
+    ) -> Iterator[_Difference]:
+        """Differences of one row of a full batch whose other rows are replaced."""
+        if isinstance(self._results(others), str):
+            return
+        mixed = {name: others[name].copy() for name in rows}
+        for name in rows:
+            mixed[name][index] = rows[name][index]
+        yield from self._compare(mixed, found, [index], text, [index])
+
+    def _compare(
+        self,
+        batch: Arrays,
+        found: dict[str, np.ndarray],
+        indices: Sequence[int],
+        text: str,
+        at: Sequence[int] | None = None,
+    ) -> Iterator[_Difference]:
+        """Differences of a batch from the reference.
+
+        Args:
+            batch: The inputs.
+            found: Results of the reference.
+            indices: Rows of the reference.
+            text: How they run, for the evidence.
+            at: Where these rows are in the batch; by default they are its first ones.
+        """
+        results = self._results(batch)
+        if isinstance(results, str):
+            yield _Difference(1.0, f"rows that run alone fail {text}: {results}")
+            return
+        places = list(range(len(indices))) if at is None else list(at)
+        for name in self._names:
+            one, expected = results[name][places], found[name][list(indices)]
+            scale = scale_of(found[name])
+            is_wrong = self._mismatches(name, one, expected, scale)
+            if not is_wrong.any():
+                continue
+            where = np.argwhere(is_wrong)[0]
+            value, wanted = one[tuple(where)], expected[tuple(where)]
+            share = difference(one, expected, scale)
+            yield _Difference(
+                share,
+                f"output `{name}` of row {indices[int(where[0])]} differs {text} by {share:.2g} of "
+                f"the results: {value!s:.40}, {wanted!s:.40} "
+                f"{'with its own batch' if self._fixed else 'alone'}",
+            )
+
+    def _mismatches(
+        self, name: str, one: np.ndarray, expected: np.ndarray, scale: float
+    ) -> np.ndarray:
+        return mismatches(one, expected, self._dtypes[name], scale)
+
+    def _results(self, rows: Arrays) -> dict[str, np.ndarray] | str:
+        """The results of a batch, or the text of its error."""
+        if self._is_late:
+            self._raise_late()
+        self._run = Run()
+        try:
+            return self._model.results(_count(rows), rows, self._run)
+        except (ContractError, ExecutionFailed) as error:
+            if self._is_late:
+                self._raise_late()
+            if isinstance(error, ExecutionFailed) and error.is_shape:
+                raise _Dependent(error.message) from None
+            return error.message
+
+    def _raise_late(self) -> None:
+        raise _Undecided(f"the measurement took more than {self._seconds:g} s")
+
+    def _expire(self) -> None:
+        self._is_late = True
+        self._run.abort()
+
+
+def _take(arrays: Arrays, indices: Sequence[int]) -> dict[str, np.ndarray]:
+    return {name: array[list(indices)] for name, array in arrays.items()}
+
+
+def _count(arrays: Arrays) -> int:
+    """Number of rows."""
+    return len(next(iter(arrays.values())))
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    is_float = np.asarray(one).dtype.kind == "f"
+    return bool(np.array_equal(one, other, equal_nan=is_float))
+
+
+def _larger(one: _Difference | None, other: _Difference) -> _Difference:
+    return other if one is None or other.share > one.share else one
+
+
+def _evidence(text: str) -> str:
+    return shorten(text, EVIDENCE_CHARACTERS_MAX)
