@@ -17,7 +17,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -42,6 +42,20 @@ _OPERATORS: Final[dict[type[ast.cmpop], Callable[[Any, Any], pc.Expression]]] = 
 }
 
 
+class Condition(NamedTuple):
+    """Condition of the rows of files.
+
+    Attributes:
+        rows: Condition of a row.
+        ranges: Weaker condition for the least and the greatest value of a column, such as in
+            statistics of Parquet. They do not count NaN, so that a comparison that is true for
+            NaN, such as `x != 5`, is true here if the column has floating-point numbers.
+    """
+
+    rows: pc.Expression
+    ranges: pc.Expression
+
+
 @dataclass(frozen=True)
 class Filter:
     """A parsed filter.
@@ -62,6 +76,15 @@ class Filter:
             FilterError: A column is missing or twice in the schema, or a value has another type.
         """
         return _Translation(self.text, schema).condition(self._tree, is_negated=False)
+
+    def condition(self, schema: pa.Schema) -> Condition:
+        """Translate to expressions for rows and for ranges of values.
+
+        Raises:
+            FilterError: As for `expression`.
+        """
+        weak = _Translation(self.text, schema, is_weak=True)
+        return Condition(self.expression(schema), weak.condition(self._tree, is_negated=False))
 
 
 def parse_filter(text: str) -> Filter:
@@ -185,11 +208,12 @@ def _reject(text: str, node: ast.expr, reason: str) -> NoReturn:
 
 
 class _Translation:
-    """Translation of one filter for one schema."""
+    """Translation of one filter for one schema; weak for `Condition.ranges`."""
 
-    def __init__(self, text: str, schema: pa.Schema) -> None:
+    def __init__(self, text: str, schema: pa.Schema, *, is_weak: bool = False) -> None:
         self._text = text
         self._schema = schema
+        self._is_weak = is_weak
 
     def condition(self, node: ast.expr, *, is_negated: bool) -> pc.Expression:
         """Translate a condition or its negation.
@@ -227,6 +251,8 @@ class _Translation:
             values = [self._scalar(name, kind, each) for each in right.elts]
             found = _field(name).isin(_members(values, _plain(kind)))
             is_in = isinstance(test, ast.In) != is_negated
+            if not is_in and self._has_nan(left):
+                return pc.scalar(True)
             return found if is_in else _field(name).is_valid() & ~found
         sides = [
             _field(other) if (other := _column(each)) is not None and self._type(other)
@@ -237,8 +263,16 @@ class _Translation:
             raise FilterError(
                 f"filter compares column {name!r}, but type {kind} has no order", column=name
             )
+        if isinstance(test, ast.NotEq) != is_negated and self._has_nan(left, right):
+            return pc.scalar(True)
         compared = _OPERATORS[type(test)](*sides)
         return ~compared if is_negated else compared
+
+    def _has_nan(self, *sides: ast.expr) -> bool:
+        """Whether a side of a weak comparison may have NaN."""
+        names = [name for each in sides if (name := _column(each)) is not None]
+        kinds = [_plain(self._type(name)) for name in names]
+        return self._is_weak and any(map(pa.types.is_floating, kinds))
 
     def _type(self, name: str) -> pa.DataType:
         indices = self._schema.get_all_field_indices(name)

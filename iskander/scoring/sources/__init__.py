@@ -6,6 +6,7 @@ Runs in: the operator's tool, threads of one process.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -127,6 +128,7 @@ def _files(
 
 DELTA: Final = "delta://"
 ICEBERG: Final = "iceberg://"
+_VERSION = re.compile(r"(.*)@v\d+", re.DOTALL)
 
 
 def is_delta(uri: str) -> bool:
@@ -138,5 +140,7 @@ def is_delta(uri: str) -> bool:
         return True
     if uri == STREAM or uri.startswith(ICEBERG):
         return False
-    place = locate(uri)
-    return place.is_folder(f"{place.path}/{DELTA_LOG}")
+    places = [locate(uri)]
+    if match := _VERSION.fullmatch(uri):
+        places.append(locate(match[1]))
+    return any(place.is_folder(f"{place.path}/{DELTA_LOG}") for place in places)

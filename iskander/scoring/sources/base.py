@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from iskander.scoring.filters import Filter
+from iskander.scoring.filters import Condition, Filter
 from iskander.scoring.plan import Unit
 from iskander.scoring.sources.reading import COUNT_ROWS, needed_columns, projected, rebatched
 
@@ -24,7 +23,7 @@ class UnitReader(Protocol):
         unit: Unit,
         target: pa.Schema,
         needed: pa.Schema,
-        expression: pc.Expression | None,
+        condition: Condition | None,
         batch_rows: int,
     ) -> Iterator[pa.RecordBatch]:
         """Read the rows of a unit, in batches of any size.
@@ -33,7 +32,7 @@ class UnitReader(Protocol):
             unit: The unit, with or without `rows_max`.
             target: Columns of the batches.
             needed: Columns to read: those of the target and of the filter.
-            expression: Condition of the rows.
+            condition: Condition of the rows.
             batch_rows: Rows that the caller takes at a time.
 
         Raises:
@@ -77,10 +76,10 @@ class FrozenSource:
     ) -> Iterator[pa.RecordBatch]:
         """Read a unit; see `Source.read`. Names and types are checked before the first batch."""
         target = projected(self.schema, columns)
-        expression = filter.expression(self.schema) if filter is not None else None
+        condition = filter.condition(self.schema) if filter is not None else None
         names = needed_columns(target, filter)
         needed = pa.schema([self.schema.field(name) for name in names])
-        batches = self._reader.batches(unit, target, needed, expression, batch_rows)
+        batches = self._reader.batches(unit, target, needed, condition, batch_rows)
         return rebatched(batches, batch_rows)
 
     def close(self) -> None:

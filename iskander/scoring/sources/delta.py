@@ -10,18 +10,18 @@ from __future__ import annotations
 import hashlib
 import re
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 import pyarrow.fs as pafs
-import pyarrow.parquet as pq
 
 from iskander.errors import ConfigError, SourceError, Unsupported
 from iskander.scoring.job import UNIT_BYTES
 from iskander.scoring.plan import canonical
 from iskander.scoring.sources.base import FrozenSource
+from iskander.scoring.sources.parquet import read_footer
 from iskander.scoring.sources.places import Stamp, opened_as_planned
 from iskander.scoring.sources.reading import FileReader, Piece, packed, target_bytes
 
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from deltalake import DeltaTable
 
 SCHEME: Final = "delta://"
+READER_VERSIONS: Final = (1, 2, 3)
+READER_FEATURES: Final = frozenset({"timestampNtz"})
+"""Features that are read right, by a test; the library opens tables with some others too."""
+TIMESTAMP_UNIT: Final = "us"
+"""Unit of the protocol's timestamps."""
+COLUMN_MAPPING: Final = "delta.columnMapping.mode"
+_ELSEWHERE = re.compile(r"/|[A-Za-z][A-Za-z0-9+.-]*:")
 _VERSION = re.compile(r"(.*)@v(\d+)", re.DOTALL)
 
 
@@ -51,7 +58,8 @@ class DeltaSource(FrozenSource):
     Raises:
         ConfigError: The library is not installed.
         SourceError: No table, no such version, or a data file that cannot be read.
-        Unsupported: The table has deletion vectors or another feature that the library rejects.
+        Unsupported: The table needs a reader version or a reader feature that is not in
+            `READER_VERSIONS` or `READER_FEATURES`, or it maps its columns.
     """
 
     def __init__(self, uri: str, *, unit_bytes: int = UNIT_BYTES) -> None:
@@ -59,6 +67,7 @@ class DeltaSource(FrozenSource):
         filesystem: pafs.FileSystem = dataset.filesystem
         schema = pa.schema([pa.field(each.name, each.type) for each in dataset.schema])
         files = _data_files(table)
+        _require_own_files(uri, files)
         target = target_bytes(sum(each.bytes for each in files), unit_bytes)
         pieces = [piece for each in files for piece in _pieces(each, filesystem, target)]
         digest = hashlib.sha256(schema.serialize())
@@ -71,7 +80,9 @@ class DeltaSource(FrozenSource):
             "files": str(len(files)),
             "sha256": digest.hexdigest(),
         }
-        reader = FileReader("parquet", schema, [filesystem], is_evolved=True)
+        reader = FileReader(
+            "parquet", schema, [filesystem], is_evolved=True, int96_unit=TIMESTAMP_UNIT
+        )
         super().__init__(schema, snapshot, packed(pieces, unit_bytes), reader)
 
 
@@ -86,6 +97,7 @@ def _open(uri: str) -> tuple[DeltaTable, Any]:
     version = int(match[2]) if match else None
     try:
         table = DeltaTable(match[1] if match else path, version=version)
+        _require_supported(uri, table)
         return table, table.to_pyarrow_dataset()
     except DeltaProtocolError as error:
         raise Unsupported(
@@ -93,6 +105,46 @@ def _open(uri: str) -> tuple[DeltaTable, Any]:
         ) from error
     except (DeltaError, OSError, ValueError) as error:
         raise SourceError(f"{uri}: cannot open the Delta table: {error}", input=uri) from error
+
+
+def _require_supported(uri: str, table: DeltaTable) -> None:
+    """Require a table whose protocol is supported; its own library does not check all of it.
+
+    Raises:
+        Unsupported: It is not.
+    """
+    protocol = table.protocol()
+    features = set(protocol.reader_features or ())
+    mode = table.metadata().configuration.get(COLUMN_MAPPING) or "none"
+    if protocol.min_reader_version not in READER_VERSIONS:
+        reason = f"it needs reader version {protocol.min_reader_version}"
+    elif unknown := sorted(features - READER_FEATURES):
+        reason = f"it has the reader features {', '.join(unknown)}"
+    elif mode != "none":
+        reason = f"it maps its columns ({COLUMN_MAPPING} = {mode})"
+    else:
+        return
+    raise Unsupported(
+        f"{uri}: Delta table that cannot be read right: {reason}; supported are the reader "
+        f"versions {READER_VERSIONS[0]} to {READER_VERSIONS[-1]} without column mapping, and the "
+        f"reader features {', '.join(sorted(READER_FEATURES))}. Rewrite the table without it, or "
+        "send its rows from another library to the input `-`",
+        input=uri,
+        reader_version=protocol.min_reader_version,
+        reader_features=" ".join(sorted(features)),
+        column_mapping=mode,
+    )
+
+
+def _require_own_files(uri: str, files: Sequence[_DataFile]) -> None:
+    """Require files below the table's folder, whose paths are relative."""
+    for each in files:
+        if _ELSEWHERE.match(each.path):
+            raise Unsupported(
+                f"{uri}: Delta table that cannot be read: its file {each.path} is outside of the "
+                "table's folder, as in a shallow clone; make a deep clone",
+                input=uri,
+            )
 
 
 def _data_files(table: DeltaTable) -> list[_DataFile]:
@@ -135,7 +187,7 @@ def _pieces(file: _DataFile, filesystem: pafs.FileSystem, target: int) -> Iterat
         return
     with opened_as_planned(filesystem, file.path, stamp) as handle:
         try:
-            metadata = pq.ParquetFile(handle).metadata
+            metadata = read_footer(handle, file.path).metadata
         except (pa.ArrowException, OSError) as error:
             raise SourceError(
                 f"{file.path}: not a valid Parquet file: {error}", file=file.path

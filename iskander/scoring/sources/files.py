@@ -19,12 +19,12 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.fs as pafs
-import pyarrow.parquet as pq
 
 from iskander.errors import SourceError
 from iskander.scoring.job import UNIT_BYTES
 from iskander.scoring.plan import canonical
 from iskander.scoring.sources.base import FrozenSource
+from iskander.scoring.sources.parquet import read_footer
 from iskander.scoring.sources.places import FILES_MAX, Place, Stamp, expand, locate, opened
 from iskander.scoring.sources.reading import (
     COMPRESSIONS,
@@ -228,7 +228,7 @@ def _open(
     with handle:
         try:
             if format == "parquet":
-                return _open_parquet(handle, stamp)
+                return _open_parquet(handle, path, stamp)
             if format == "ipc":
                 return _open_ipc(handle, stamp)
             if stamp.bytes == 0:
@@ -240,9 +240,8 @@ def _open(
             raise SourceError(f"{path}: not a valid {format} file: {detail}", file=path) from error
 
 
-def _open_parquet(handle: pa.NativeFile, stamp: Stamp) -> _Opened:
-    file = pq.ParquetFile(handle)
-    metadata = file.metadata
+def _open_parquet(handle: pa.NativeFile, path: str, stamp: Stamp) -> _Opened:
+    metadata = read_footer(handle, path).metadata
     groups: list[tuple[int | None, int]] = []
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
@@ -251,7 +250,7 @@ def _open_parquet(handle: pa.NativeFile, stamp: Stamp) -> _Opened:
     total = sum(count for _, count in groups)
     scale = stamp.bytes / total if total else 0.0
     scaled = [(rows, int(count * scale)) for rows, count in groups]
-    return _Opened(stamp, _plain(file.schema_arrow), scaled)
+    return _Opened(stamp, _plain(metadata.schema.to_arrow_schema()), scaled)
 
 
 def _open_ipc(handle: pa.NativeFile, stamp: Stamp) -> _Opened:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from iskander.errors import ConfigError, SourceChanged, SourceError
+from iskander.errors import ConfigError, SourceChanged, SourceError, Unsupported
+from iskander.scoring.filters import Condition
 from iskander.scoring.job import UNIT_BYTES
 from iskander.scoring.plan import Unit
 from iskander.scoring.sources.base import FrozenSource
+from iskander.scoring.sources.parquet import Footer, read_footer, require_known_dates
 from iskander.scoring.sources.places import Stamp
 from iskander.scoring.sources.reading import Piece, packed
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pyiceberg.schema import Schema
     from pyiceberg.table import FileScanTask, Table
 
+FORMAT_VERSIONS: Final = (1, 2)
+FILE_FORMATS: Final = ("PARQUET",)
 _URI = re.compile(r"iceberg://([^/@]+)/([^/@]+\.[^/@]+)(?:@(\d+))?")
 
 
@@ -39,12 +42,14 @@ class IcebergSource(FrozenSource):
     Raises:
         ConfigError: The library is not installed.
         SourceError: No such catalog, table or snapshot.
+        Unsupported: The table has a feature that is not known to be read right.
     """
 
     def __init__(self, uri: str, *, unit_bytes: int = UNIT_BYTES) -> None:
         from pyiceberg.io.pyarrow import schema_to_pyarrow
 
         table, wanted = _open(uri)
+        _require_supported_table(uri, table)
         current = table.current_snapshot()
         snapshot_id = wanted
         if wanted is None and current is not None:
@@ -55,8 +60,15 @@ class IcebergSource(FrozenSource):
             # see them, and not those of the time when the last snapshot was written.
             projection = table.schema() if wanted is None else scan.projection()
             tasks = {task.file.file_path: task for task in scan.plan_files()}
-        except (ValueError, OSError) as error:
+        except ValueError as error:
+            if "equality deletes" in str(error):
+                _reject(uri, "it has equality deletes")
             raise SourceError(f"{uri}: cannot plan the scan: {error}", input=uri) from error
+        except OSError as error:
+            raise SourceError(f"{uri}: cannot plan the scan: {error}", input=uri) from error
+        _require_supported_columns(uri, projection)
+        for task in tasks.values():
+            _require_supported_files(uri, task)
         schema = schema_to_pyarrow(projection, include_field_ids=False)
         # A snapshot never changes.
         snapshot = {
@@ -87,7 +99,7 @@ class _Reader:
         unit: Unit,
         target: pa.Schema,
         needed: pa.Schema,
-        expression: pc.Expression | None,
+        condition: Condition | None,
         batch_rows: int,
     ) -> Iterator[pa.RecordBatch]:
         """Read the rows of a unit; see `UnitReader.batches`."""
@@ -98,8 +110,8 @@ class _Reader:
             for raw in self._read_file(path, needed.names):
                 arrays = [_cast(raw, each) for each in needed]
                 batch = pa.RecordBatch.from_arrays(arrays, schema=needed)
-                if expression is not None:
-                    batch = batch.filter(expression)
+                if condition is not None:
+                    batch = batch.filter(condition.rows)
                 batch = batch.select(target.names)
                 if left is not None:
                     batch = batch.slice(0, left)
@@ -113,15 +125,37 @@ class _Reader:
                 return
 
     def _read_file(self, path: str, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        from pyiceberg.exceptions import ResolveError
         from pyiceberg.expressions import AlwaysTrue
         from pyiceberg.io.pyarrow import ArrowScan
 
         fields = self._projection.select(*names)
         scan = ArrowScan(self._table.metadata, self._table.io, fields, AlwaysTrue())
         try:
-            yield from scan.to_record_batches([self._tasks[path]])
-        except (pa.ArrowException, OSError) as error:
+            footer = self._footer(path, has_times=_has_times(fields))
+            for batch in scan.to_record_batches([self._tasks[path]]):
+                require_known_dates(path, batch, footer)
+                yield batch
+        except (pa.ArrowException, OSError, ValueError, ResolveError) as error:
             raise SourceError(f"{path}: cannot read: {error}", file=path) from error
+
+    def _footer(self, path: str, *, has_times: bool) -> Footer:
+        """Read the footer of a file that the library reads right.
+
+        Raises:
+            SourceError: It has a feature that would be misread.
+        """
+        with self._table.io.new_input(path).open() as opened:
+            file = opened if isinstance(opened, pa.NativeFile) else pa.PythonFile(opened)
+            footer = read_footer(file, path)
+        if footer.int96 and has_times:
+            raise SourceError(
+                f"{path}: columns {', '.join(footer.int96)} have times of the type INT96, which "
+                "the library reads right for the years 1677 to 2262 only; write the file again "
+                "with TIMESTAMP_MICROS",
+                file=path,
+            )
+        return footer
 
     def _check(self, path: str, planned: int) -> None:
         """Check that a data file exists with its size.
@@ -146,7 +180,7 @@ def _open(uri: str) -> tuple[Table, int | None]:
         raise SourceError(f"{uri}: expected iceberg://CATALOG/NAMESPACE.TABLE[@SNAPSHOT]")
     try:
         from pyiceberg.catalog import load_catalog
-        from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
+        from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError, ValidationError
     except ImportError as error:
         raise ConfigError(
             f"{uri}: Iceberg tables need pyiceberg; install iskander[iceberg]"
@@ -156,12 +190,53 @@ def _open(uri: str) -> tuple[Table, int | None]:
         table = load_catalog(catalog).load_table(name)
     except (NoSuchTableError, NoSuchNamespaceError) as error:
         raise SourceError(f"{uri}: catalog {catalog} has no table {name}", input=uri) from error
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, ValidationError) as error:
         raise SourceError(f"{uri}: cannot open catalog {catalog}: {error}", input=uri) from error
     wanted = None if snapshot is None else int(snapshot)
     if wanted is not None and table.snapshot_by_id(wanted) is None:
         raise SourceError(f"{uri}: the table has no snapshot {wanted}", input=uri)
     return table, wanted
+
+
+def _require_supported_table(uri: str, table: Table) -> None:
+    if table.format_version not in FORMAT_VERSIONS:
+        _reject(uri, f"it has format version {table.format_version}")
+
+
+def _require_supported_columns(uri: str, schema: Schema) -> None:
+    """Require columns without default values, also inside of structs, lists and maps."""
+    from pyiceberg.schema import index_by_id
+
+    for each in index_by_id(schema).values():
+        if each.initial_default is not None:
+            _reject(uri, f"column {each.name!r} has a default value for earlier rows")
+
+
+def _has_times(schema: Schema) -> bool:
+    from pyiceberg.schema import index_by_id
+    from pyiceberg.types import TimestampType, TimestamptzType
+
+    kinds = [each.field_type for each in index_by_id(schema).values()]
+    return any(isinstance(kind, TimestampType | TimestamptzType) for kind in kinds)
+
+
+def _require_supported_files(uri: str, task: FileScanTask) -> None:
+    """Require plain Parquet files of data and of deleted positions."""
+    for file in (task.file, *task.delete_files):
+        if file.file_format.name not in FILE_FORMATS:
+            _reject(uri, f"{file.file_path} has the format {file.file_format.name}")
+        if file.key_metadata:
+            _reject(uri, f"{file.file_path} is encrypted")
+
+
+def _reject(uri: str, reason: str) -> NoReturn:
+    raise Unsupported(
+        f"{uri}: Iceberg table that cannot be read right: {reason}; supported are the format "
+        f"versions {FORMAT_VERSIONS[0]} to {FORMAT_VERSIONS[-1]}, Parquet files, and deletes by "
+        "position. Rewrite the table without it, or send its rows from another library to the "
+        "input `-`",
+        input=uri,
+    )
 
 
 def _piece(task: FileScanTask) -> Piece:

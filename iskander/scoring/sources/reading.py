@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.fs as pafs
-import pyarrow.parquet as pq
 
 from iskander.errors import SourceChanged, SourceError
-from iskander.scoring.filters import Filter
+from iskander.scoring.filters import Condition, Filter
 from iskander.scoring.plan import Unit, unit
+from iskander.scoring.sources.parquet import read_footer, read_groups
 from iskander.scoring.sources.places import Stamp, check_unchanged, opened_as_planned
 
 UNITS_WANTED: Final = 32
@@ -113,6 +113,7 @@ class FileReader:
         schema: Columns of the source, with those of hive folders.
         filesystems: Filesystems of the locators.
         is_evolved: Whether a file may lack columns, which are null, or have narrower types.
+        int96_unit: Unit of times of the physical type INT96; None: nanoseconds.
     """
 
     def __init__(
@@ -122,18 +123,20 @@ class FileReader:
         filesystems: Sequence[pafs.FileSystem],
         *,
         is_evolved: bool = False,
+        int96_unit: str | None = None,
     ) -> None:
         self._format = format
         self._schema = schema
         self._filesystems = filesystems
         self._is_evolved = is_evolved
+        self._int96_unit = int96_unit
 
     def batches(
         self,
         unit: Unit,
         target: pa.Schema,
         needed: pa.Schema,
-        expression: pc.Expression | None,
+        condition: Condition | None,
         batch_rows: int,
     ) -> Iterator[pa.RecordBatch]:
         """Read the rows of a unit; see `UnitReader.batches`."""
@@ -145,9 +148,9 @@ class FileReader:
             filesystem = self._filesystems[values["filesystem"]]
             file = opened_as_planned(filesystem, path, stamp)
             try:
-                batches = self._batches(file, values, filesystem, needed, expression, batch_rows)
+                batches = self._batches(file, values, filesystem, needed, condition, batch_rows)
                 for raw in batches:
-                    batch = self._finished(raw, values, target, needed, expression)
+                    batch = self._finished(raw, values, target, needed, condition)
                     if left is not None:
                         batch = batch.slice(0, left)
                         left -= batch.num_rows
@@ -168,7 +171,7 @@ class FileReader:
         values: Mapping[str, Any],
         filesystem: pafs.FileSystem,
         needed: pa.Schema,
-        expression: pc.Expression | None,
+        condition: Condition | None,
         batch_rows: int,
     ) -> Iterator[pa.RecordBatch]:
         """Read the columns that are in the file, before the filter."""
@@ -176,28 +179,58 @@ class FileReader:
         wanted = [each for each in needed if each.name not in hive]
         if self._format == "csv":
             return read_csv(file, values["path"], wanted, self._schema, hive)
-        if "groups" in values:
-            groups = range(*values["groups"])
-        else:
-            groups = range(pq.read_metadata(file).num_row_groups)
         if self._format == "ipc":
-            return _read_ipc(file, groups, [each.name for each in wanted])
-        if expression is not None:
-            groups_left = self._selected(file, groups, hive, expression)
-        else:
-            groups_left = list(groups)
-        is_local = isinstance(filesystem, pafs.LocalFileSystem)
-        names = [each.name for each in wanted]
-        return _read_parquet(file, groups_left, names, batch_rows, is_local=is_local)
+            return _read_ipc(file, range(*values["groups"]), [each.name for each in wanted])
+        footer = read_footer(file, values["path"])
+        groups = range(*values.get("groups", (0, footer.metadata.num_row_groups)))
+        present = footer.metadata.schema.to_arrow_schema().names
+        if self._is_evolved:
+            self._require_columns(values, present)
+        names = [each.name for each in wanted if each.name in present] or present[:1]
+        return read_groups(
+            file,
+            values["path"],
+            footer,
+            self._selected(file, groups, hive, condition),
+            names,
+            batch_rows=min(batch_rows, COUNT_ROWS),
+            buffer_bytes=READ_BYTES if isinstance(filesystem, pafs.LocalFileSystem) else 0,
+            unit=self._int96_unit,
+        )
+
+    def _require_columns(self, values: Mapping[str, Any], present: Sequence[str]) -> None:
+        """Require a file of a table whose missing columns were added later.
+
+        Raises:
+            SourceError: It has none of the table's columns, or one in other letters.
+        """
+        own = [each.name for each in self._schema if each.name not in values.get("hive", {})]
+        if own and not set(own) & set(present):
+            raise SourceError(
+                f"{values['path']}: the file has none of the table's columns {', '.join(own)}; it "
+                f"has {', '.join(present)}",
+                file=values["path"],
+            )
+        letters = {name.casefold(): name for name in present}
+        for name in own:
+            other = letters.get(name.casefold())
+            if name not in present and other is not None:
+                raise SourceError(
+                    f"{values['path']}: column {name!r} is {other!r} in the file",
+                    file=values["path"],
+                    column=name,
+                )
 
     def _selected(
         self,
         file: pa.NativeFile,
         groups: Iterable[int],
         hive: Mapping[str, Any],
-        expression: pc.Expression,
+        condition: Condition | None,
     ) -> list[int]:
         """Leave row groups out whose statistics or hive values exclude the filter."""
+        if condition is None:
+            return list(groups)
         # Imported here because it imports pandas.
         import pyarrow.dataset as pads
 
@@ -214,7 +247,7 @@ class FileReader:
             file, partition_expression=partition, row_groups=list(groups)
         )
         try:
-            subset = fragment.subset(expression, schema=self._schema)
+            subset = fragment.subset(condition.ranges, schema=self._schema)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
             # Statistics are an optimization: rows are filtered after reading in any case.
             return list(groups)
@@ -226,7 +259,7 @@ class FileReader:
         values: Mapping[str, Any],
         target: pa.Schema,
         needed: pa.Schema,
-        expression: pc.Expression | None,
+        condition: Condition | None,
     ) -> pa.RecordBatch:
         """Add the columns of hive folders, filter the rows and select the columns."""
         hive = values.get("hive", {})
@@ -243,32 +276,9 @@ class FileReader:
             else:
                 raise SourceChanged(f"{values['path']}: column {each.name!r} is gone")
         batch = pa.RecordBatch.from_arrays(arrays, schema=needed)
-        if expression is not None:
-            batch = batch.filter(expression)
+        if condition is not None:
+            batch = batch.filter(condition.rows)
         return batch.select(target.names)
-
-
-def _read_parquet(
-    file: pa.NativeFile,
-    groups: Sequence[int],
-    names: Sequence[str],
-    batch_rows: int,
-    *,
-    is_local: bool,
-) -> Iterator[pa.RecordBatch]:
-    """Read row groups one after the other.
-
-    Pages of a local file are decoded as they are needed. Those of an object store are fetched for a
-    row group at a time, with joined requests.
-    """
-    parquet = pq.ParquetFile(
-        file, pre_buffer=not is_local, buffer_size=READ_BYTES if is_local else 0
-    )
-    present = set(parquet.schema_arrow.names)
-    columns = [name for name in names if name in present] or parquet.schema_arrow.names[:1]
-    rows = min(batch_rows, COUNT_ROWS)
-    for group in groups:
-        yield from parquet.iter_batches(batch_size=rows, row_groups=[group], columns=columns)
 
 
 def _read_ipc(

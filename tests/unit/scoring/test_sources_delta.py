@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import deltalake
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from iskander.errors import SourceChanged, SourceError, Unsupported
@@ -72,6 +74,7 @@ def test_version_is_frozen_at_the_plan(folder: str) -> None:
     assert later.snapshot["version"] == "1" and len(rows(later)) == 8
     first = DeltaSource(f"{folder}@v0")
     assert first.snapshot == source.snapshot and first.units() == source.units()
+    assert open_source([f"{folder}@v0"]).snapshot == source.snapshot
 
 
 def test_replaced_table_of_the_same_path_is_another_snapshot(folder: str) -> None:
@@ -133,6 +136,148 @@ def test_deletion_vectors_are_rejected_by_name(tmp_path: Path) -> None:
         deltalake.TableFeatures.DeletionVectors, allow_protocol_versions_increase=True
     )
     with pytest.raises(Unsupported, match="deletionVectors"):
+        DeltaSource(path)
+
+
+def column(name: str, kind: str, **metadata: Any) -> dict[str, Any]:
+    mapping = {f"delta.columnMapping.{key}": value for key, value in metadata.items()}
+    return {"name": name, "type": kind, "nullable": True, "metadata": mapping}
+
+
+PLAIN = [column("id", "long"), column("x", "double")]
+MAPPED = [
+    column("id", "long", id=1, physicalName="col-1"),
+    column("x", "double", id=2, physicalName="col-2"),
+]
+
+
+def hand_written(
+    folder: Path,
+    data: pa.Table,
+    columns: list[dict[str, Any]] = PLAIN,
+    *,
+    reader: int = 1,
+    features: list[str] | None = None,
+    mode: str | None = None,
+    **options: Any,
+) -> str:
+    """Write a table with a protocol that the library does not write."""
+    protocol: dict[str, Any] = {"minReaderVersion": reader, "minWriterVersion": 5}
+    if features is not None:
+        protocol |= {"minWriterVersion": 7, "readerFeatures": features, "writerFeatures": features}
+    (folder / "_delta_log").mkdir(parents=True)
+    pq.write_table(data, folder / "a.parquet", **options)
+    metadata = {
+        "id": "t",
+        "format": {"provider": "parquet", "options": {}},
+        "schemaString": json.dumps({"type": "struct", "fields": columns}),
+        "partitionColumns": [],
+        "configuration": {} if mode is None else {"delta.columnMapping.mode": mode},
+    }
+    file = {
+        "path": "a.parquet",
+        "partitionValues": {},
+        "size": (folder / "a.parquet").stat().st_size,
+        "modificationTime": 0,
+        "dataChange": True,
+    }
+    lines = [{"protocol": protocol}, {"metaData": metadata}, {"add": file}]
+    log = "\n".join(map(json.dumps, lines))
+    (folder / "_delta_log" / f"{0:020}.json").write_text(log)
+    return str(folder)
+
+
+DATA = pa.table({"id": [1, 2], "x": [1.5, 2.5]})
+
+
+@pytest.mark.parametrize("mode", ["name", "id"])
+@pytest.mark.parametrize(("reader", "features"), [(1, None), (2, None), (3, ["columnMapping"])])
+def test_mapped_columns_are_rejected_by_name(
+    tmp_path: Path, mode: str, reader: int, features: list[str] | None
+) -> None:
+    """The library reads all columns of such a table as null."""
+    data = DATA.rename_columns(["col-1", "col-2"])
+    path = hand_written(tmp_path / "t", data, MAPPED, reader=reader, features=features, mode=mode)
+    with pytest.raises(
+        Unsupported, match=r"columnMapping.* supported are the reader versions 1 to"
+    ):
+        DeltaSource(path)
+
+
+@pytest.mark.parametrize(
+    ("reader", "features", "mode"),
+    [(1, None, None), (2, None, None), (2, None, "none"), (3, [], None), (3, [], "none")],
+)
+def test_supported_protocols_are_read(
+    tmp_path: Path, reader: int, features: list[str] | None, mode: str | None
+) -> None:
+    path = hand_written(tmp_path / "t", DATA, reader=reader, features=features, mode=mode)
+    assert rows(DeltaSource(path)) == DATA.to_pylist()
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "deletionVectors",
+        "typeWidening",
+        "typeWidening-preview",
+        "v2Checkpoint",
+        "vacuumProtocolCheck",
+        "variantType",
+        "variantType-preview",
+        "variantShredding-preview",
+        "catalogManaged",
+        "later",
+    ],
+)
+def test_other_reader_features_are_rejected_by_name(tmp_path: Path, feature: str) -> None:
+    features = ["timestampNtz", feature]
+    path = hand_written(tmp_path / "t", DATA, reader=3, features=features)
+    with pytest.raises((Unsupported, SourceError), match=rf"{feature}|catalog-managed"):
+        DeltaSource(path)
+
+
+def test_later_reader_versions_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises((Unsupported, SourceError), match=r"version"):
+        DeltaSource(hand_written(tmp_path / "t", DATA, reader=4))
+
+
+def test_times_without_a_zone_are_read(tmp_path: Path) -> None:
+    times = [datetime.datetime(1, 1, 1), None, datetime.datetime(9999, 1, 1, 2, 3, 4, 5)]
+    data = pa.table({"t": pa.array(times, pa.timestamp("us"))})
+    deltalake.write_deltalake(str(tmp_path), data)
+    protocol = deltalake.DeltaTable(str(tmp_path)).protocol()
+    assert protocol.reader_features == ["timestampNtz"]
+    assert [row["t"] for row in rows(DeltaSource(str(tmp_path)))] == times
+
+
+def test_int96_times_of_all_years_are_read(tmp_path: Path) -> None:
+    """Spark writes them by default, and nanoseconds would wrap around."""
+    times = [datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (1, 2020, 9999)]
+    data = pa.table({"t": pa.array(times, pa.timestamp("us", "UTC"))})
+    path = hand_written(
+        tmp_path / "t", data, [column("t", "timestamp")], use_deprecated_int96_timestamps=True
+    )
+    assert [row["t"] for row in rows(DeltaSource(path))] == times
+    assert len(rows(DeltaSource(path), "t > '9998-01-01 00:00:00Z'")) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [(["c1", "c2"], "none of the table's columns id, x"), (["id", "X"], "'x' is 'X' in the file")],
+)
+def test_file_with_other_columns_is_rejected(tmp_path: Path, names: list[str], text: str) -> None:
+    source = DeltaSource(hand_written(tmp_path / "t", DATA.rename_columns(names)))
+    with pytest.raises(SourceError, match=text):
+        rows(source)
+
+
+def test_file_in_another_place_is_rejected(tmp_path: Path) -> None:
+    """A shallow clone refers to the files of its original by their full paths."""
+    path = hand_written(tmp_path / "t", DATA)
+    log = Path(path, "_delta_log", f"{0:020}.json")
+    log.write_text(log.read_text().replace('"a.parquet"', f'"file://{path}/a.parquet"'))
+    with pytest.raises(Unsupported, match="shallow clone"):
         DeltaSource(path)
 
 

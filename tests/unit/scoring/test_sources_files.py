@@ -377,16 +377,31 @@ def test_filter_leaves_row_groups_unread(tmp_path: Path, monkeypatch: pytest.Mon
     path = write(tmp_path / "y=1" / "a.parquet", table(0, 1000), row_group_size=100)
     source = FileSource([str(path.parent.parent)])
     groups: list[list[int]] = []
-    real = reading_module._read_parquet
+    real = reading_module.read_groups
 
-    def spy(file: Any, wanted: Sequence[int], *rest: Any, **options: Any) -> Iterator[Any]:
+    def spy(
+        file: Any, path: str, footer: Any, wanted: Sequence[int], *rest: Any, **options: Any
+    ) -> Iterator[Any]:
         groups.append(list(wanted))
-        return real(file, wanted, *rest, **options)
+        return real(file, path, footer, wanted, *rest, **options)
 
-    monkeypatch.setattr(reading_module, "_read_parquet", spy)
+    monkeypatch.setattr(reading_module, "read_groups", spy)
     assert ids(source, filter="id in [250, 930]") == [250, 930]
     assert ids(source, filter="y == 2") == []
     assert groups == [[2, 9], []]
+
+
+@pytest.mark.parametrize(
+    "filter",
+    ["x != 5", "not (x == 5)", "not (x >= 5)", "x not in [5]", "not x in [5]", "x != 5 and i > 0"],
+)
+def test_statistics_that_do_not_count_nan_leave_no_row_out(tmp_path: Path, filter: str) -> None:
+    data = pa.table({"x": [5.0, float("nan"), 5.0], "i": [1, 2, 3]})
+    write(tmp_path / "a.parquet", data)
+    write(tmp_path / "a.arrow", data)
+    for end in ("parquet", "arrow"):
+        rows = read_all(FileSource([str(tmp_path / f"a.{end}")]), filter=filter)
+        assert [row["i"] for row in rows] == [2]
 
 
 def test_limit_counts_rows_after_the_filter(tmp_path: Path) -> None:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.manifest import (
+    DataFile,
+    DataFileContent,
+    FileFormat,
+    ManifestContent,
+    ManifestEntry,
+    ManifestEntryStatus,
+    ManifestWriterV2,
+    write_manifest_list,
+)
+from pyiceberg.table.snapshots import Operation, Snapshot, Summary
+from pyiceberg.table.update import AddSnapshotUpdate, SetSnapshotRefUpdate
+from pyiceberg.typedef import Record
 from pyiceberg.types import DoubleType
 
-from iskander.errors import SourceChanged, SourceError
+from iskander.errors import SourceChanged, SourceError, Unsupported
 from iskander.scoring.filters import parse_filter
 from iskander.scoring.plan import limited
 from iskander.scoring.sources import open_source
@@ -163,3 +179,181 @@ def test_missing_table_is_rejected_by_name(table: Any, uri: str) -> None:
     with pytest.raises(SourceError) as caught:
         IcebergSource(uri)
     assert uri in caught.value.message
+
+
+class DeletesWriter(ManifestWriterV2):
+    """Writer of a manifest with files of deletes, which the library does not write."""
+
+    def content(self) -> ManifestContent:
+        return ManifestContent.DELETES
+
+    @property
+    def _meta(self) -> dict[str, str]:
+        return {**super()._meta, "content": "deletes"}
+
+
+def local(uri: str) -> Path:
+    return Path(urllib.parse.urlparse(uri).path)
+
+
+def delete_by(table: Any, content: DataFileContent, data: pa.Table, **values: Any) -> None:
+    """Commit a file of deletes to a table."""
+    uri = f"{table.location()}/data/deletes.parquet"
+    pq.write_table(data, local(uri))
+    earlier = table.current_snapshot()
+    new = earlier.snapshot_id + 1
+    file = DataFile.from_args(
+        content=content,
+        file_path=uri,
+        file_format=values.pop("file_format", FileFormat.PARQUET),
+        partition=Record(),
+        record_count=data.num_rows,
+        file_size_in_bytes=local(uri).stat().st_size,
+        **values,
+    )
+    file.spec_id = 0
+    entry = ManifestEntry.from_args(
+        status=ManifestEntryStatus.ADDED, snapshot_id=new, sequence_number=None, data_file=file
+    )
+    output = table.io.new_output(f"{table.location()}/metadata/deletes.avro")
+    with DeletesWriter(table.spec(), table.schema(), output, new, "null") as writer:
+        writer.add_entry(entry)
+    number = table.metadata.next_sequence_number()
+    manifests = table.io.new_output(f"{table.location()}/metadata/list.avro")
+    with write_manifest_list(2, manifests, new, earlier.snapshot_id, number, "null") as listing:
+        listing.add_manifests([writer.to_manifest_file(), *earlier.manifests(table.io)])
+    snapshot = Snapshot(
+        snapshot_id=new,
+        parent_snapshot_id=earlier.snapshot_id,
+        sequence_number=number,
+        timestamp_ms=earlier.timestamp_ms + 1,
+        manifest_list=manifests.location,
+        summary=Summary(Operation.DELETE),
+        schema_id=table.schema().schema_id,
+    )
+    transaction = table.transaction()
+    main = SetSnapshotRefUpdate(ref_name="main", type="branch", snapshot_id=new)
+    transaction._apply((AddSnapshotUpdate(snapshot=snapshot), main), ())
+    transaction.commit_transaction()
+
+
+def test_deletes_by_position_are_left_out(table: Any) -> None:
+    files = {ids[0]: uri for uri, ids in data_files(table).items()}
+    data = pa.table(
+        {
+            "file_path": [files[0], files[0], files[100]],
+            "pos": pa.array([0, 99, 50], pa.int64()),
+        }
+    )
+    delete_by(table, DataFileContent.POSITION_DELETES, data)
+    source = IcebergSource(URI)
+    kept = sorted(set(range(200)) - {0, 99, 150})
+    assert sorted(row["id"] for row in rows(source)) == kept
+    assert source.count(source.units()[0], None) == 197
+
+
+def data_files(table: Any) -> dict[str, list[int]]:
+    uris = [task.file.file_path for task in table.scan().plan_files()]
+    return {uri: pq.read_table(local(uri))["id"].to_pylist() for uri in uris}
+
+
+def test_equality_deletes_are_rejected_by_name(table: Any) -> None:
+    deleted = pa.table({"id": pa.array([3], pa.int64())})
+    delete_by(table, DataFileContent.EQUALITY_DELETES, deleted, equality_ids=[1])
+    with pytest.raises(Unsupported, match=f"{URI}: .* it has equality deletes; supported are"):
+        IcebergSource(URI)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"file_format": FileFormat.ORC}, "format ORC"),
+        ({"file_format": FileFormat.PUFFIN}, "format PUFFIN"),
+        ({"key_metadata": b"key"}, "is encrypted"),
+    ],
+)
+def test_other_files_are_rejected_by_name(table: Any, values: dict[str, Any], text: str) -> None:
+    """Deletion vectors are in Puffin files."""
+    (first, *_) = data_files(table)
+    positions = pa.table({"file_path": [first], "pos": pa.array([0], pa.int64())})
+    delete_by(table, DataFileContent.POSITION_DELETES, positions, **values)
+    with pytest.raises(Unsupported, match=text):
+        IcebergSource(URI)
+
+
+def rewrite(table: Any, change: Any) -> None:
+    """Change the metadata of a table, as a later writer would."""
+    path = local(table.metadata_location)
+    metadata = json.loads(path.read_text())
+    change(metadata)
+    path.write_text(json.dumps(metadata))
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_later_format_versions_are_rejected_by_name(table: Any, version: int) -> None:
+    def change(metadata: dict[str, Any]) -> None:
+        metadata |= {"format-version": version, "next-row-id": 200}
+
+    rewrite(table, change)
+    with pytest.raises((Unsupported, SourceError), match=f"(?s){URI}: .*version"):
+        IcebergSource(URI)
+
+
+def test_default_values_of_columns_are_rejected_by_name(table: Any) -> None:
+    with table.update_schema() as update:
+        update.add_column("x", DoubleType())
+
+    def change(metadata: dict[str, Any]) -> None:
+        for schema in metadata["schemas"]:
+            for field in schema["fields"]:
+                if field["name"] == "x":
+                    field["initial-default"] = 1.5
+
+    rewrite(table, change)
+    with pytest.raises(Unsupported, match="column 'x' has a default value"):
+        IcebergSource(URI)
+
+
+def test_version_1_is_read(catalog: Catalog) -> None:
+    table = catalog.create_table(
+        "db.t", schema=data(0, 1).schema, properties={"format-version": "1"}
+    )
+    table.append(data(0, 3))
+    assert table.format_version == 1
+    assert [row["id"] for row in rows(IcebergSource(URI))] == [0, 1, 2]
+
+
+def test_files_without_ids_are_read_by_the_name_mapping(table: Any, tmp_path: Path) -> None:
+    with table.update_schema() as update:
+        update.rename_column("name", "title")
+    added = pa.table({"title": ["x"], "id": [200]})
+    pq.write_table(added, tmp_path / "added.parquet")
+    table.add_files([str(tmp_path / "added.parquet")])
+    found = rows(IcebergSource(URI), None, "id >= 199")
+    assert sorted(found, key=lambda row: row["id"]) == [
+        {"id": 199, "title": "n199"},
+        {"id": 200, "title": "x"},
+    ]
+    pq.write_table(pa.table({"other": ["x"], "id": [200]}), tmp_path / "added.parquet")
+    with pytest.raises(SourceError):
+        rows(IcebergSource(URI))
+
+
+def test_file_with_int96_times_is_rejected(catalog: Catalog, tmp_path: Path) -> None:
+    """The library would read the year 9999 as 1815."""
+    times = pa.table({"t": pa.array([datetime.datetime(9999, 1, 1)], pa.timestamp("us")), "i": [1]})
+    table = catalog.create_table("db.t", schema=times.schema)
+    path = tmp_path / "added.parquet"
+    pq.write_table(times, path)
+    table.add_files([str(path)])
+    assert rows(IcebergSource(URI))[0]["t"].year == 9999
+    pq.write_table(times, path, use_deprecated_int96_timestamps=True)
+    size = path.stat().st_size
+    source = IcebergSource(URI)
+    for unit in source.units():
+        unit.locator["files"][0]["bytes"] = size
+    with pytest.raises(
+        SourceError, match=r"added\.parquet: columns t have times of the type INT96"
+    ):
+        rows(source)
+    assert rows(source, ["i"]) == [{"i": 1}]

@@ -1,0 +1,233 @@
+"""Parquet files: features that pyarrow would misread are rejected before the first row.
+
+| feature | what pyarrow does | here |
+| --- | --- | --- |
+| encrypted columns | ends the process when it looks at one | error |
+| logical type that it does not know, Variant | gives the stored values without it | error |
+| column chunks in other files (`_metadata`) | reads other bytes of the same file | error |
+| INT96 outside of 1677 to 2262 | wraps around to another time | error, or read as microseconds |
+| dates of the Julian calendar by Spark 2 | takes them for Gregorian dates | error |
+| checksums of pages | ignores them | checked |
+
+Runs in: the operator's tool and reader processes, threads of one process.
+Source: parquet.thrift and Encryption.md of apache/parquet-format 2.12.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from iskander.errors import SourceError
+
+TAIL_BYTES: Final = 64 << 10
+"""Bytes of the first read: the footer of most files."""
+_LENGTH_BYTES: Final = 8
+"""Of the length of the footer, and the magic number behind it."""
+_SIGNATURE_BYTES: Final = 28
+_MAGIC: Final = b"PAR1"
+_ENCRYPTED: Final = b"PARE"
+_UNKNOWN: Final = re.compile(
+    r"^ +(?:required|optional|repeated) group field_id=-?\d+ (.*) \(Variant\(\d+\)\) \{$", re.M
+)
+_LEGACY_KEYS: Final = (b"org.apache.spark.legacyDateTime", b"org.apache.spark.legacyINT96")
+_NS_MAX: Final = 2**63 - 1
+_GREGORIAN: Final = datetime.date(1582, 10, 15)
+_SAME_TIMES: Final = datetime.datetime(1900, 1, 1)
+"""Before it, Spark 2 wrote some times of day with another offset."""
+
+
+class Footer(NamedTuple):
+    """Footer of a file without features that would be misread.
+
+    Attributes:
+        metadata: Metadata of pyarrow.
+        int96: Columns of the physical type INT96.
+        is_legacy: Whether old dates may be of the Julian calendar.
+    """
+
+    metadata: pq.FileMetaData
+    int96: tuple[str, ...]
+    is_legacy: bool
+
+
+def read_footer(file: pa.NativeFile, path: str) -> Footer:
+    """Read the footer of a file, with one read for most files.
+
+    Raises:
+        SourceError: The file has a feature that pyarrow would misread.
+        ArrowException: It is not a valid Parquet file; so does OSError.
+    """
+    size = file.size()
+    tail = _tail(file, min(size, TAIL_BYTES))
+    magic, length = tail[-4:], int.from_bytes(tail[-_LENGTH_BYTES:-4], "little")
+    if magic == _ENCRYPTED:
+        raise _rejected(path, "its footer is encrypted")
+    if magic == _MAGIC and len(tail) < length + _LENGTH_BYTES <= size:
+        tail = _tail(file, length + _LENGTH_BYTES)
+    metadata = pq.read_metadata(pa.BufferReader(tail))
+    # The footer of a file with encrypted columns is signed: the signature follows the metadata.
+    # Nothing may look at such a column, because the library ends the process.
+    if length - metadata.serialized_size == _SIGNATURE_BYTES:
+        raise _rejected(path, "it has encrypted columns")
+    text = str(metadata.schema)
+    _require_known_types(path, metadata.schema, text)
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        if group.num_columns and (other := group.column(0).file_path):
+            raise _rejected(path, f"its rows are in other files, such as {other!r}")
+    columns = map(metadata.schema.column, range(metadata.num_columns))
+    int96 = (each.path for each in columns if each.physical_type == "INT96")
+    return Footer(
+        metadata,
+        tuple(int96) if " int96 " in text else (),
+        any(key in _LEGACY_KEYS for key in metadata.metadata or {}),
+    )
+
+
+def _tail(file: pa.NativeFile, count: int) -> bytes:
+    file.seek(file.size() - count)
+    return bytes(file.read(count))
+
+
+def _require_known_types(path: str, schema: pq.ParquetSchema, text: str) -> None:
+    if found := _UNKNOWN.search(text):
+        raise _rejected(path, f"column {found[1]!r} has the type Variant")
+    if " (UNKNOWN)" not in text:
+        return
+    for index in range(len(schema)):
+        column = schema.column(index)
+        if column.logical_type.type == "UNDEFINED":
+            reason = f"column {column.path!r} has a logical type that pyarrow {pa.__version__}"
+            raise _rejected(path, f"{reason} does not know")
+
+
+def _rejected(path: str, reason: str) -> SourceError:
+    return SourceError(
+        f"{path}: Parquet feature that is not supported: {reason}; write the file again without it",
+        file=path,
+    )
+
+
+def read_groups(
+    file: pa.NativeFile,
+    path: str,
+    footer: Footer,
+    groups: Sequence[int],
+    names: Sequence[str],
+    *,
+    batch_rows: int,
+    buffer_bytes: int,
+    unit: str | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Read columns of row groups, one group after the other.
+
+    Args:
+        file: The file.
+        path: Its path, for messages.
+        footer: Its footer.
+        groups: Row groups.
+        names: Columns.
+        batch_rows: Maximum rows of a batch.
+        buffer_bytes: Bytes of one read, whose pages are decoded as they are needed; 0: the columns
+            of a row group are fetched together, with joined requests to an object store.
+        unit: Unit of INT96 columns; None: nanoseconds, and a time outside of them is an error.
+
+    Raises:
+        SourceError: A time or a date would be misread.
+    """
+
+    def opened(unit: str | None) -> pq.ParquetFile:
+        return pq.ParquetFile(
+            file,
+            metadata=footer.metadata,
+            pre_buffer=not buffer_bytes,
+            buffer_size=buffer_bytes,
+            coerce_int96_timestamp_unit=unit,
+            page_checksum_verification=True,
+        )
+
+    tops = {each.partition(".")[0] for each in footer.int96}
+    wrapped = [name for name in names if name in tops] if unit is None else []
+    parquet = opened(unit)
+    for group in groups:
+        if wrapped:
+            micros = opened("us").iter_batches(
+                batch_size=batch_rows, row_groups=[group], columns=wrapped
+            )
+            for batch in micros:
+                _require(path, batch, _is_nanoseconds)
+        for batch in parquet.iter_batches(batch_size=batch_rows, row_groups=[group], columns=names):
+            require_known_dates(path, batch, footer)
+            yield batch
+
+
+def require_known_dates(path: str, batch: pa.RecordBatch, footer: Footer) -> None:
+    """Require dates whose calendar is known.
+
+    Raises:
+        SourceError: A date of Spark 2 is so old that it may be of the Julian calendar.
+    """
+    if footer.is_legacy:
+        _require(path, batch, _is_gregorian)
+
+
+def _require(path: str, batch: pa.RecordBatch, check: Callable[[pa.Array], str]) -> None:
+    """Raise the error of the first column that a check gives a reason for."""
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        for leaf in _leaves(column):
+            if reason := check(leaf):
+                raise SourceError(f"{path}: column {name!r} has {reason}", file=path, column=name)
+
+
+def _is_nanoseconds(array: pa.Array) -> str:
+    """Reason why times in microseconds cannot be in nanoseconds; empty if they can."""
+    if not pa.types.is_timestamp(array.type):
+        return ""
+    found = pc.min_max(array.cast(pa.int64()))
+    for each in (found["min"].as_py(), found["max"].as_py()):
+        if each is not None and not -_NS_MAX <= each * 1000 <= _NS_MAX - 999:
+            return (
+                "INT96 times outside of the years 1677 to 2262, which nanoseconds cannot have; "
+                "write them as INT64 (TIMESTAMP_MICROS)"
+            )
+    return ""
+
+
+def _is_gregorian(array: pa.Array) -> str:
+    """Reason why dates that Spark 2 wrote may be others; empty if they are not."""
+    if pa.types.is_date(array.type):
+        first = _GREGORIAN
+    elif pa.types.is_timestamp(array.type):
+        first = _SAME_TIMES
+    else:
+        return ""
+    limit = pa.scalar(first).cast(array.type)
+    if not pc.any(pc.less(array, limit)).as_py():
+        return ""
+    return (
+        f"dates before {first:%Y-%m-%d} in the calendar of Spark 2; write the file with Spark 3 "
+        "and the rebase mode CORRECTED"
+    )
+
+
+def _leaves(array: pa.Array) -> Iterator[pa.Array]:
+    """Yield the arrays of values inside of lists, maps and structs."""
+    kind = array.type
+    if pa.types.is_struct(kind):
+        children = array.flatten()
+    elif pa.types.is_map(kind):
+        children = [array.keys, array.items]
+    elif pa.types.is_nested(kind):
+        children = [array.flatten()]
+    else:
+        yield array
+        return
+    for child in children:
+        yield from _leaves(child)
