@@ -113,10 +113,15 @@ def _declared_tensors(types: dict[str, str]) -> tuple[GraphTensor, ...]:
 def _output(
     finish: PostProcessing, is_plain: bool, tensors: dict[str, GraphTensor], axis: BatchAxis
 ) -> TensorSpec:
-    """The spec of a result, with its rows checked and `is_bound` set from the graph's shape."""
+    """The spec of a result, with its rows checked and `is_bound` set from the graph's shape.
+
+    One declared row beside any number of input rows may be wrong, as LightGBM's labels are: the
+    load finds out by its runs.
+    """
     spec, name, (rows_fixed, symbols) = finish.spec, finish.source.tensor, axis
     leading, *trailing = tensors[name].shape or (None,)
-    fits = not isinstance(leading, int) or leading == rows_fixed
+    may_be_wrong = leading == 1 and rows_fixed is None
+    fits = not isinstance(leading, int) or leading == rows_fixed or may_be_wrong
     counts = f"always has {leading} rows and the inputs have {rows_fixed or 'any number'}"
     require(fits, f"output `{name}` {counts}: its rows cannot be assigned to requests")
     is_known = (leading in symbols or leading == rows_fixed) and leading is not None

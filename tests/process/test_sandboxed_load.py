@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from iskander_worker import session
 from iskander_worker.sandbox import client as sandbox_client
 from iskander_worker.sandbox.client import Verdict, load_in_sandbox, sandbox_server
 from onnx import TensorProto, helper
-from support import models
+from support import models, row_graphs
 from support.processes import eventually
 from support.scripted import model_spec
 
@@ -144,6 +145,28 @@ def test_model_code_that_ends_its_process_is_rejected(
 
     sandbox_server.end()
     assert is_accepted(load_in_sandbox(good, 1, (), seconds=60.0))
+
+
+def test_measurement_is_cached_with_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first load measures in its sandbox; no worker measures again, also after a restart."""
+
+    def measured_again(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(session, "measure_rows", measured_again)
+    monkeypatch.setattr(session, "unbound_outputs", measured_again)
+    loading = LoadingSpec(is_sandboxed=True, cache=str(tmp_path / "cache"))
+    graphs = {"dependent": row_graphs.cumulative_sum, "independent": row_graphs.linear}
+    for expected, graph in graphs.items():
+        spec = model_spec(graph(tmp_path / expected), loading=loading)
+        for _ in range(2):
+            opened = session.Session(spec, 1)
+            opened.warm_up(spec.rows_max)
+            opened.measure(is_confined=False)
+            assert opened.relation.verdict == expected
+            opened.close()
 
 
 def test_service_stop_signals_do_not_reject_a_model(

@@ -117,8 +117,38 @@ def test_axis_of_one_element_more_than_declared(tmp_path: Path) -> None:
 
 def test_other_shape_than_declared_in_every_batch(tmp_path: Path) -> None:
     """No request could ever be answered, so the load fails, and says why."""
-    with pytest.raises(ManifestError, match=r"output `y` has the shape \[1, 2\] for 1 rows"):
+    with pytest.raises(ManifestError, match=r"output `y` has the shape \[3, 2\] for 3 rows"):
         warmed(regressor(tmp_path / "m", 2))
+
+
+def test_one_declared_row(tmp_path: Path) -> None:
+    """A label for each row is served; one result for the whole batch is not."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 1])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
+    one = helper.make_node("ReduceSum", ["x", "axis"], ["y"], keepdims=0)
+    axis = numpy_helper.from_array(np.array([0], np.int64), "axis")
+    with pytest.raises(ManifestError, match=r"output `y` has the shape \[1\] for 3 rows"):
+        warmed(models.save(tmp_path / "sum", [one], [x], [y], [axis]))
+    classifier = helper.make_node(
+        "LinearClassifier",
+        ["x"],
+        ["label", "scores"],
+        domain="ai.onnx.ml",
+        classlabels_ints=[0, 1],
+        coefficients=[1.0, -1.0],
+        intercepts=[0.0, 0.0],
+    )
+    label = helper.make_tensor_value_info("label", TensorProto.INT64, [1])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 1)]
+    made = helper.make_graph([classifier], "g", [x], [label])
+    model = helper.make_model(made, opset_imports=opsets, ir_version=10)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.onnx").write_bytes(model.SerializeToString())
+    session = warmed(tmp_path / "m")
+    inputs = np.array([1, -1, 2, -2] * 8, np.float32)
+    expected = np.array([0, 1, 0, 1], np.int64).tobytes()
+    assert results_over(session, 0xFF, inputs.view(np.uint8)) == expected
+    session.close()
 
 
 class ArrayModel:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,6 +36,14 @@ REPEATS = 2
 
 Batch = tuple[int, Mapping[str, np.ndarray]]
 """Rows, and the arrays of the contract's inputs."""
+
+
+class _Found(NamedTuple):
+    """The shape of an output in one batch, and whether it has the batch's rows."""
+
+    rows: int
+    fits: bool
+    text: str
 
 
 class ProvedModel(Protocol):
@@ -66,13 +74,14 @@ def unbound_outputs(model: ProvedModel, batches: Sequence[Batch]) -> tuple[str, 
     """The bound outputs that must be copied instead; empty for a model that binds nothing.
 
     Raises:
-        ManifestError: An output has another shape than its declaration in every batch that runs.
+        ManifestError: An output has another shape than its declaration in every batch that runs, or
+            in every batch of several rows.
     """
     specs = model.contract.outputs
     names = [spec.tensor for spec in specs]
     given = {tensor.name for tensor in model.graph.inputs}
     unbound = {name for name in names if name in given}
-    shapes: dict[str, list[tuple[bool, str]]] = {name: [] for name in names}
+    shapes: dict[str, list[_Found]] = {name: [] for name in names}
     ran: list[tuple[Batch, Arrays | None]] = []
     for rows, arrays in batches:
         own: Arrays | None = None
@@ -82,16 +91,21 @@ def unbound_outputs(model: ProvedModel, batches: Sequence[Batch]) -> tuple[str, 
         ran.append(((rows, arrays), own))
         for spec in specs if own is not None else ():
             assert own is not None
-            found = own[spec.tensor].shape
-            is_declared = found == (rows, *spec.shape)
-            if not is_declared:
+            shape = own[spec.tensor].shape
+            if shape != (rows, *spec.shape):
                 unbound.add(spec.tensor)
-            text = f"{list(found)} for {rows} rows, expected {[rows, *spec.shape]}"
-            shapes[spec.tensor].append((is_declared or fits_rows(found, rows, spec.shape), text))
-    for name, found_shapes in shapes.items():
-        if found_shapes and not any(fits for fits, _ in found_shapes):
+            shapes[spec.tensor].append(
+                _Found(
+                    rows,
+                    fits_rows(shape, rows, spec.shape),
+                    f"{list(shape)} for {rows} rows, expected {[rows, *spec.shape]}",
+                )
+            )
+    for name, found in shapes.items():
+        several = [each for each in found if each.rows > 1] or found
+        if several and not any(each.fits for each in several):
             raise ManifestError(
-                f"output `{name}` has the shape {found_shapes[0][1]} by its declaration: every "
+                f"output `{name}` has the shape {several[0].text} by its declaration: every "
                 "request would fail"
             )
     if not model.is_bound:

@@ -67,7 +67,7 @@ EXTENTS = (
     Extent(rows=3, padded=4, many=6, kinds=1, total=40),
 )
 """The first one whose predicted time fits is used: a row of a large model takes a second."""
-TIME_SHARE = 0.6
+TIME_SHARE = 0.4
 """Share of the time limit that the prediction may use."""
 
 
