@@ -337,7 +337,23 @@ def nested_manifest(folder: Path) -> None:
     (folder / "manifest.toml").write_text("format = " + "[" * 200_000)
 
 
-@case("it is not a file")
+@case("is a link that leads out")
+def graph_elsewhere(folder: Path) -> None:
+    """The graph of another model, which its own clients may not call."""
+    private = folder.parent.resolve() / "private"
+    private.mkdir(exist_ok=True)
+    save(private, [helper.make_node("Identity", ["x"], ["y"])])
+    (folder / "model.onnx").symlink_to(private / "model.onnx")
+
+
+@case("is a link that leads out")
+def manifest_elsewhere(folder: Path) -> None:
+    """A system file as the manifest, whose text could be in the error."""
+    save(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    (folder / "manifest.toml").symlink_to("/etc/passwd")
+
+
+@case("is not a file")
 def pipe_of_a_manifest(folder: Path) -> None:
     """A fifo as the manifest."""
     save(folder, [helper.make_node("Identity", ["x"], ["y"])])

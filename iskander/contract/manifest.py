@@ -19,7 +19,7 @@ from iskander.contract.backend_manifest import (
     TorchSection,
 )
 from iskander.contract.outputs import ColumnOrder, OutputColumn
-from iskander.contract.paths import read_plain
+from iskander.contract.paths import existing_inside, read_plain
 from iskander.contract.validation import require
 from iskander.decoders import thread_safe
 from iskander.errors import ManifestError
@@ -164,11 +164,11 @@ def read_manifest(path: Path) -> Manifest | None:
     Raises:
         ManifestError: The file cannot be read, or is not a manifest; names the key and the rule.
     """
-    file = model_file(path).parent / "manifest.toml"
+    file = existing_inside(model_file(path).parent, "manifest.toml")
+    if file is None:
+        return None
     try:
         raw = read_plain(file, MANIFEST_BYTES_MAX + 1)
-    except FileNotFoundError:
-        return None
     except OSError as error:
         raise ManifestError(f"manifest.toml cannot be read: {error.strerror}") from None
     is_small = len(raw) <= MANIFEST_BYTES_MAX

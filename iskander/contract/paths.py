@@ -1,6 +1,8 @@
 """Safe access to files of a model folder whose names come from untrusted input.
 
-Runs on: the worker that loads the model, and the operator's tool.
+The folder itself may be a link, which is the decision of those who can write beside it.
+
+Runs on: the gateway's loads, the worker that loads the model, and the operator's tool.
 """
 
 from __future__ import annotations
@@ -40,6 +42,17 @@ def path_inside(folder: Path, name: str, *, is_folder_allowed: bool = False) -> 
     problem = f"{status.st_nlink} names (hard links), so it may belong to another user"
     require(status.st_nlink <= 1, f"`{shown}` has {problem}; copy it into the model's folder")
     return path
+
+
+def existing_inside(folder: Path, name: str) -> Path | None:
+    """The path of a file in a model folder, as `path_inside`; None if there is no such entry."""
+    try:
+        os.lstat(folder / name)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ManifestError(f"`{name[:100]}` cannot be read: {error.strerror}") from None
+    return path_inside(folder, name)
 
 
 def read_plain(file: Path, bytes_max: int) -> bytes:

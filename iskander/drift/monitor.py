@@ -14,6 +14,7 @@ import pyarrow as pa
 from iskander.clock import NS_PER_S
 from iskander.config.drift import DriftConfig, Origin
 from iskander.contract.manifest import Manifest, read_manifest
+from iskander.contract.paths import existing_inside
 from iskander.drift.columns import columns_of
 from iskander.drift.comparison import compare
 from iskander.drift.profile import ColumnKey, Profile
@@ -186,7 +187,8 @@ class ModelMonitor:
             return None
 
     def _read_training(self) -> Profile | None:
-        stored = read_reference(self._model_folder / FILE)
+        file = existing_inside(self._model_folder, FILE)
+        stored = None if file is None else read_reference(file)
         return None if stored is None else to_profile(stored, self._columns_max)
 
     def _read_warm_up(self, manifest: Manifest | None) -> Profile | None:

@@ -22,8 +22,8 @@ import msgspec
 from iskander.config.loader import require_model
 from iskander.config.repository import ModelFile, versions_error
 from iskander.config.schema import Config
-from iskander.contract.paths import read_plain
-from iskander.errors import ConfigError
+from iskander.contract.paths import existing_inside, read_plain
+from iskander.errors import ConfigError, ManifestError
 
 SETTINGS = "model.toml"
 SETTINGS_BYTES_MAX = 1 << 16
@@ -102,11 +102,12 @@ def stamp_of(folder: Path, marker: str = "") -> str:
 def read_settings(root: Path, name: str, config: Config) -> ModelFile:
     """Read a model's `model.toml` over the configuration; raise ConfigError if it is invalid."""
     try:
-        raw = read_plain(root / name / SETTINGS, SETTINGS_BYTES_MAX + 1)
-    except FileNotFoundError:
-        raw = b""
+        file = existing_inside(root / name, SETTINGS)
+        raw = b"" if file is None else read_plain(file, SETTINGS_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(f"{SETTINGS} cannot be read: {error.strerror}") from None
+    except ManifestError as error:
+        raise ConfigError(error.message) from None
     if len(raw) > SETTINGS_BYTES_MAX:
         raise ConfigError(f"{SETTINGS} is larger than {SETTINGS_BYTES_MAX} bytes")
     try:

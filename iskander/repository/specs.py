@@ -16,8 +16,9 @@ from iskander.config.models import LaneConfig, ModelConfig
 from iskander.config.observation import ModelLogConfig
 from iskander.config.schema import Config
 from iskander.contract.manifest import model_file
+from iskander.contract.paths import existing_inside, path_inside
 from iskander.control.messages import LoadingSpec, ModelSpec
-from iskander.errors import ConfigError
+from iskander.errors import ConfigError, ManifestError
 from iskander.supervision.gpus.budgets import share_of, with_limit
 
 SANDBOX_SHARE = 0.8
@@ -43,6 +44,11 @@ def model_spec(
         raise ConfigError(
             f"models[{key}].path: `{model.name}` has no model file: {reason}"
         ) from None
+    try:
+        path_inside(file.parent, file.name)
+        existing_inside(file.parent, "manifest.toml")
+    except ManifestError as error:
+        raise ConfigError(f"models[{key}].path: `{model.name}`: {error.message}") from None
     pad_to = tuple(sorted({each for each in model.lane.pad_to if each <= model.max_batch_rows}))
     return ModelSpec(
         key=key,

@@ -653,7 +653,7 @@ def test_manifest_that_is_not_text_is_rejected(tmp_path: Path) -> None:
 def test_manifest_that_is_a_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "manifest.toml").mkdir()
 
-    with pytest.raises(ManifestError, match=r"manifest\.toml cannot be read: it is not a file"):
+    with pytest.raises(ManifestError, match=r"`manifest\.toml` beside the model is not a file"):
         read_manifest(tmp_path)
 
 

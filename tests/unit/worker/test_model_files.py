@@ -18,12 +18,18 @@ from iskander_worker.loading.model_files import (
     inspect_files,
     joined_sha256,
     require_pins,
+    require_signature,
 )
 from iskander_worker.loading.onnx_external import external_tensors
 from onnx import TensorProto, helper
 
+from iskander.config.models import ModelConfig
+from iskander.config.schema import Config
+from iskander.contract.manifest import read_manifest
 from iskander.contract.paths import path_inside
-from iskander.errors import ManifestError
+from iskander.errors import ConfigError, ManifestError
+from iskander.repository.scan import read_settings
+from iskander.repository.specs import model_spec
 from iskander.varint import encode_varint
 
 LARGE = 1 << 40
@@ -245,3 +251,107 @@ def test_folder_paths_are_confined_and_not_the_model_folder_itself(tmp_path: Pat
     ):
         with pytest.raises(ManifestError, match=reason):
             path_inside(tmp_path, name, is_folder_allowed=True)
+
+
+FILES = ("model.onnx", "manifest.toml", "manifest.toml.sig", "model.toml")
+
+
+def link_out(file: Path, kind: str) -> None:
+    """Replaces a file by a link to its content outside of its folder."""
+    outside = file.parent.parent / f"outside-{file.name}"
+    file.rename(outside)
+    if kind == "hard link":
+        os.link(outside, file)
+    elif kind == "link":
+        file.symlink_to(outside)
+    elif kind == "relative link":
+        file.symlink_to(f"../{outside.name}")
+    elif kind == "link through a folder":
+        (file.parent / "sub").symlink_to("..")
+        file.symlink_to(f"sub/{outside.name}")
+    elif kind == "link by way of /proc":
+        file.symlink_to(f"/proc/self/root{outside}")
+    elif kind == "chain of links":
+        (file.parent / "first").symlink_to(outside)
+        file.symlink_to("first")
+    else:
+        assert kind == "dangling link"
+        file.symlink_to("missing")
+
+
+KINDS = (
+    "link", "relative link", "link through a folder", "link by way of /proc", "chain of links",
+    "dangling link", "hard link",
+)  # fmt: skip
+REASON = r"is a link that leads out|\(hard links\)|No such file|not found"
+
+
+def version_folder(root: Path) -> Path:
+    """A folder with every file of a version, `model.toml` for its model, too."""
+    folder = root / "models" / "m"
+    folder.mkdir(parents=True)
+    (folder / "model.onnx").write_bytes(
+        model(*(TensorProto() for _ in range(5))).SerializeToString()
+    )
+    (folder / "manifest.toml").write_text(MINIMAL)
+    (folder / "manifest.toml.sig").write_bytes(bytes(64))
+    (folder / "model.toml").write_text("max_batch_rows = 8\n")
+    return folder
+
+
+MINIMAL = """
+format = 1
+[[inputs]]
+tensor = "x"
+columns = ["x"]
+[[outputs]]
+column = "y"
+type = "float32"
+tensor = "y"
+"""
+
+
+def read_all(folder: Path, name: str) -> None:
+    """Reads one file as the gateway and a worker do."""
+    file = folder / "model.onnx"
+    if name == "model.onnx":
+        with pytest.raises(ManifestError, match=REASON):
+            inspect_files(file, LARGE)
+    if name == "manifest.toml":
+        with pytest.raises(ManifestError, match=f"`manifest.toml`.*({REASON})"):
+            read_manifest(folder)
+    if name.startswith("manifest.toml"):
+        with pytest.raises(ManifestError, match=REASON):
+            require_signature(folder, "x")
+    if name == "model.toml":
+        with pytest.raises(ConfigError, match=REASON):
+            read_settings(folder.parent, "m", Config())
+    else:
+        spec = ModelConfig(name="m", path=str(folder))
+        if name != "manifest.toml.sig":
+            with pytest.raises(ConfigError, match=rf"`m`.*({REASON})|no model file: No such file"):
+                model_spec(0, spec)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_of_a_version_is_a_link_out_of_its_folder(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    folder = version_folder(tmp_path)
+    link_out(folder / name, kind)
+    read_all(folder, name)
+
+
+def test_folder_of_a_version_may_be_a_link(tmp_path: Path) -> None:
+    """Also a link to a link, and below one; links to files within it are followed."""
+    folder = version_folder(tmp_path)
+    (folder / "model.onnx").rename(folder / "weights")
+    (folder / "model.onnx").symlink_to("weights")
+    (tmp_path / "current").symlink_to("latest/m")
+    (tmp_path / "latest").symlink_to("models")
+    linked = tmp_path / "current"
+    assert read_manifest(linked) is not None
+    assert inspect_files(linked / "model.onnx", LARGE).paths
+    assert model_spec(0, ModelConfig(name="m", path=str(linked))).path == str(linked / "model.onnx")
+    assert read_settings(tmp_path / "latest", "m", Config()).max_batch_rows == 8

@@ -161,10 +161,10 @@ def test_manifest_in_a_fifo_is_rejected_without_blocking(tmp_path: Path, name: s
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
 
-    with pytest.raises(ManifestError, match="it is not a file"):
+    with pytest.raises(ManifestError, match="is not a file"):
         require_signature(tmp_path, public)
     if name == "manifest.toml":
-        with pytest.raises(ManifestError, match="it is not a file"):
+        with pytest.raises(ManifestError, match="is not a file"):
             read_manifest(tmp_path)
 
 

@@ -36,12 +36,14 @@ def require_signature(folder: Path, public_key: str) -> bool:
     if not public_key:
         return False
     try:
-        manifest = read_plain(folder / "manifest.toml", MANIFEST_BYTES_MAX)
-        raw = read_plain(folder / "manifest.toml.sig", SIGNATURE_FILE_BYTES_MAX)
-    except OSError as error:
+        manifest = read_plain(path_inside(folder, "manifest.toml"), MANIFEST_BYTES_MAX)
+        signature_file = path_inside(folder, "manifest.toml.sig")
+        raw = read_plain(signature_file, SIGNATURE_FILE_BYTES_MAX)
+    except (OSError, ManifestError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error.message
         raise ManifestError(
             "`manifest.toml` or its signature `manifest.toml.sig` cannot be read, and "
-            f"loading.public_key requires signed models: {error.strerror}"
+            f"loading.public_key requires signed models: {reason}"
         ) from None
     try:
         from cryptography.exceptions import InvalidSignature
@@ -76,6 +78,7 @@ def inspect_files(file: Path, bytes_max: int) -> ModelFiles:
     `bytes_max` limits the files, and the tensors in them.
     """
     size = _size_of(file)
+    path_inside(file.parent, file.name)
     stamps = {file: stamp_of(file)}
     _require_bytes(file.name, size, bytes_max)
     sizes = {file.name: size}
