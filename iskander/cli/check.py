@@ -17,7 +17,7 @@ from iskander_worker.affinity import set_library_environment
 
 from iskander.cli.tables import render_table
 from iskander.config.schema import ArenaConfig, Config
-from iskander.contract.inputs import columns_of, entries_of
+from iskander.contract.inputs import columns_of, entries_of, require_smallest_request
 from iskander.contract.tensors import require_output_space
 from iskander.control.messages import Loaded, ModelSpec
 from iskander.errors import ConfigError, IskanderError
@@ -211,6 +211,13 @@ def _load(spec: ModelSpec, python: str, placed: PlacementPlan, config: Config) -
 
         loaded = check_load(spec, slot.cores)
     require_output_space(loaded.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
+    limits = config.limits
+    require_smallest_request(
+        loaded.contract,
+        columns=limits.columns,
+        batch_bytes=limits.bytes,
+        result_bytes=limits.result_bytes,
+    )
     return loaded
 
 

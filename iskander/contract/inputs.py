@@ -26,7 +26,7 @@ from iskander.contract.column_types import (
 from iskander.contract.dtypes import BY_ARROW, BY_ONNX, Dtype
 from iskander.contract.graph import GraphTensor, named_tensor, row_shape, supported_dtype
 from iskander.contract.manifest import InputColumn, Value
-from iskander.contract.tensors import Contract, TensorSpec
+from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.contract.validation import require, require_distinct, required, shape_text
 
 FLOATS = ("float16", "float32", "float64", "bfloat16")
@@ -66,6 +66,26 @@ def entries_of(contract: Contract) -> list[InputColumn]:
         for spec in contract.inputs
         if spec.tensor not in extra
     ]
+
+
+def require_smallest_request(
+    contract: Contract, *, columns: int, batch_bytes: int, result_bytes: int
+) -> None:
+    """Reject a model whose smallest request is above a limit: it would serve none.
+
+    The limits are those of a batch: `limits.columns`, `limits.bytes` and `limits.result_bytes`.
+    """
+    rows = contract.rows_fixed or 1
+    names = {name.partition(".")[0] for each in entries_of(contract) for name in columns_of(each)}
+    sent, returned = (body_layout(s, rows)[1] for s in (contract.inputs, contract.outputs))
+    for found, what, limit, setting in (
+        (len(names), "columns", columns, "limits.columns"),
+        (len(contract.inputs), "tensors", columns, "limits.columns"),
+        (sent, "bytes", batch_bytes, "limits.bytes"),
+        (returned, "result bytes", result_bytes, "limits.result_bytes"),
+    ):
+        text = f"a request of {rows} rows has {found} {what}, limit {limit} (`{setting}`)"
+        require(found <= limit, f"{text}: no request could be served")
 
 
 def entry_keys(entry: InputColumn) -> dict[str, Any]:

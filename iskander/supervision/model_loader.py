@@ -10,10 +10,12 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.config.schema import LimitsConfig
+from iskander.contract.inputs import require_smallest_request
 from iskander.contract.tensors import require_output_space
 from iskander.control.messages import (
     Load,
@@ -41,7 +43,7 @@ class ModelLoader:
     """Loads models in workers with output arenas of `output_bytes`.
 
     `on_event` is called with LOADED, RECYCLE_DUE, or, after `on_load_error`, LOAD_FAILED.
-    `send` sends messages to a worker, or ends it.
+    `send` sends messages to a worker, or ends it. `limits` are those of requests.
     """
 
     lanes: Mapping[int, Lane]
@@ -51,6 +53,7 @@ class ModelLoader:
     on_event: Callable[[Worker, Event], None]
     on_load_error: Callable[[Worker, IskanderError], None]
     send: Callable[[Worker, Sequence[ToWorker]], None]
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     def load_missing(self) -> None:
         """Start the next load of every idle ready worker."""
@@ -289,6 +292,12 @@ class ModelLoader:
     def _set_or_match_contract(self, lane: Lane, answer: Loaded) -> None:
         if lane.contract is None:
             require_output_space(answer.contract, lane.model.rows_max, self.output_bytes)
+            require_smallest_request(
+                answer.contract,
+                columns=self.limits.columns,
+                batch_bytes=self.limits.bytes,
+                result_bytes=self.limits.result_bytes,
+            )
             lane.set_contract(answer.contract, answer.rows)
             lane.files_sha256 = answer.files_sha256
         elif lane.contract != answer.contract:

@@ -107,7 +107,14 @@ class Supervisor:
         capacity = usable_bytes(config.arena.output_bytes)
         send, reject = dispatcher.send, dispatcher.reject_queued
         self.loading = ModelLoader(
-            lanes, workers, capacity, models.freshness, on_event, self._on_load_error, send
+            lanes,
+            workers,
+            capacity,
+            models.freshness,
+            on_event,
+            self._on_load_error,
+            send,
+            config.limits,
         )
         self._watchdog = Watchdog(
             workers,
