@@ -7,6 +7,7 @@ handled, counted and returned to the caller. Pure; any process may import it.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 
@@ -17,6 +18,10 @@ FIELD_BYTES_MAX = 150
 INTERNAL = "internal server error; details are in the server log"
 """Text for clients; only the log has the exception, which may contain internals."""
 _JSON_BYTES_MAX = 6
+_SHOWN_MAX = 200
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_BYTES_FROM = 0xDC00
+"""Source: PEP 383 (`surrogateescape`): byte 0xFF is U+DCFF."""
 
 _RETRYABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
 _HTTP_STATUS = {
@@ -135,6 +140,27 @@ def shorten(text: str, bytes_max: int = MESSAGE_BYTES_MAX) -> str:
         if total <= bytes_max - 3:
             fitting = count
     return text
+
+
+def utf8_problem(text: str) -> str:
+    """Why a text cannot be sent or stored, with its bytes shown; empty if it is UTF-8.
+
+    Python reads bytes of arguments and file names that are not UTF-8 as surrogates.
+    """
+    if text.isascii():
+        return ""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return f"`{_SURROGATE.sub(_shown, text[:_SHOWN_MAX])}` is not UTF-8"
+    return ""
+
+
+def _shown(found: re.Match[str]) -> str:
+    """Write a surrogate as the byte that it stands for, or as its number."""
+    code = ord(found[0])
+    is_byte = _BYTES_FROM <= code <= _BYTES_FROM + 0xFF
+    return f"\\x{code - _BYTES_FROM:02x}" if is_byte else f"\\u{code:04x}"
 
 
 def _json_bytes(letter: str) -> int:

@@ -10,6 +10,7 @@ invalid or not sufficient; 78 invalid configuration, model or manifest; 130 inte
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from iskander.cli import (
     top,
 )
 from iskander.cli.command import TOKEN_VARIABLE, UsageError, add_command, token_of_environment
-from iskander.errors import IskanderError
+from iskander.errors import IskanderError, utf8_problem
 from iskander.exit_codes import ExitCode, code_of, summary
 
 if TYPE_CHECKING:
@@ -38,13 +39,20 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run the command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # Names of files in any encoding.
     arguments = build_parser().parse_args()
     run: Command = arguments.run
     try:
+        _require_utf8(arguments)
         sys.exit(run(arguments))
     except IskanderError as error:
         sys.stderr.write(f"iskander: {error.message}\n")
         sys.exit(ExitCode.USAGE if isinstance(error, UsageError) else code_of(error))
+    except UnicodeError as error:
+        # Names and texts in files of any encoding; those of the arguments are checked before.
+        sys.stderr.write(f"iskander: a name or text is not UTF-8: {error}\n")
+        sys.exit(ExitCode.FAILED)
     except KeyboardInterrupt:
         sys.stderr.write("iskander: interrupted\n")
         sys.exit(ExitCode.INTERRUPTED)
@@ -76,6 +84,14 @@ def build_parser() -> Parser:
     config_commands.add_commands(commands)
     completion.add_commands(commands)
     return parser
+
+
+def _require_utf8(arguments: argparse.Namespace) -> None:
+    """Reject texts that no message or file can have; paths of files may have any bytes."""
+    for name, given in vars(arguments).items():
+        for each in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(each, str) and (problem := utf8_problem(each)):
+                raise UsageError(f"argument `{name}`: {problem}")
 
 
 def _add_score(commands: Commands) -> None:

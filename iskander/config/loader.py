@@ -24,7 +24,7 @@ from iskander.config.repository import versions_error
 from iskander.config.schema import HEADER_BYTES_MAX, Config
 from iskander.config.section import Section, require
 from iskander.config.sources import SourceConfig, require_sources
-from iskander.errors import ConfigError
+from iskander.errors import ConfigError, utf8_problem
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -79,6 +79,8 @@ def load_config(
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), raw)) from None
     folder = file.resolve().parent
+    if problem := utf8_problem(str(folder)):
+        raise ConfigError(f"folder of the configuration {problem}: paths in it could not be sent")
     config = msgspec.structs.replace(
         config,
         models=tuple(_complete(model, folder) for model in config.models),
@@ -244,6 +246,8 @@ def _complete_source(source: SourceConfig, folder: Path) -> SourceConfig:
 def _override(
     raw: dict[str, Any], origins: dict[str, str], path: str, text: str, origin: str
 ) -> None:
+    if problem := utf8_problem(f"{path}={text}"):
+        raise ConfigError(f"{origin} {problem}")
     section, dot, key = path.partition(".")
     if not dot or section in TABLES or not isinstance(raw.setdefault(section, {}), dict):
         raise ConfigError(f"{origin} {path}: only section.key of a [section] can be set")

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from iskander.errors import FilterError
+from iskander.errors import FilterError, utf8_problem
 
 BYTES_MAX: Final = 8192
 DEPTH_MAX: Final = 50
@@ -93,7 +93,9 @@ def parse_filter(text: str) -> Filter:
     Raises:
         FilterError: The text is not in the language of filters.
     """
-    count = len(text.encode("utf-8", "replace"))
+    if problem := utf8_problem(text):
+        raise FilterError(f"filter {problem}")
+    count = len(text.encode())
     if count > BYTES_MAX:
         raise FilterError(f"filter has {count} bytes; at most {BYTES_MAX} are read")
     try:
@@ -182,8 +184,15 @@ def _column(node: ast.expr) -> str | None:
         and isinstance(node.args[0], ast.Constant)
         and isinstance(node.args[0].value, str)
     ):
-        return node.args[0].value
+        return _utf8(node.args[0].value)
     return None
+
+
+def _utf8(text: str) -> str:
+    """Require a name or string that Arrow can have: escapes of surrogates give no letters."""
+    if problem := utf8_problem(text):
+        raise FilterError(f"filter is not valid: the string {problem}")
+    return text
 
 
 def _value(text: str, node: ast.expr, *, depth: int = 0) -> bool | int | float | str:
@@ -196,7 +205,7 @@ def _value(text: str, node: ast.expr, *, depth: int = 0) -> bool | int | float |
             return -number if isinstance(node.op, ast.USub) else number  # type: ignore[operator]
         _reject(text, node, "a sign needs a number")
     if isinstance(node, ast.Constant) and type(node.value) in (bool, int, float, str):
-        return node.value  # type: ignore[return-value]
+        return _utf8(node.value) if isinstance(node.value, str) else node.value  # type: ignore[return-value]
     if _is_null(node):
         _reject(text, node, "a comparison with null is never true; use `is null`")
     _reject(text, node, "expected a number, a string, True or False")

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from iskander import clock
 from iskander.client import OFF, Client
-from iskander.errors import ConfigError, IskanderError, NotReady
+from iskander.errors import ConfigError, IskanderError, NotReady, utf8_problem
 
 READY_S: Final = 180.0
 """Time from the start of the gateway to a ready model."""
@@ -274,13 +274,14 @@ def prepared_server(
             f"{given}: does not exist; without --server, MODEL is a model file or folder, or a "
             "model of --config"
         )
+    path = Path(given).absolute()
+    if problem := utf8_problem(str(path)):
+        raise ConfigError(f"model: {problem}: rename a folder of it")
     with _folder() as folder:
         overrides = dict(settings)
-        path = Path(given).absolute()
         if config is None:
+            table = {"name": model_name(given), "path": str(path), **model_settings}
             path = folder / "iskander.toml"
-            table = {"name": model_name(given), "path": str(Path(given).absolute())}
-            table |= model_settings
             lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
             path.write_text("\n".join(["[[models]]", *lines]) + "\n")
             # The model is the caller's own, and a sandboxed load starts a process more.

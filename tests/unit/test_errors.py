@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from iskander import errors
-from iskander.errors import MESSAGE_BYTES_MAX, Fault, IskanderError, shorten
+from iskander.errors import MESSAGE_BYTES_MAX, Fault, IskanderError, shorten, utf8_problem
 
 WIRE_BYTES_MAX = 2048
 """Limit for text and detail together: peers drop the status above it."""
@@ -23,6 +23,7 @@ CODES = {
     "limit": (errors.LimitExceeded, "client", False, "INVALID_ARGUMENT", None),
     "model_not_found": (errors.ModelNotFound, "client", False, "NOT_FOUND", None),
     "region_not_found": (errors.RegionNotFound, "client", False, "NOT_FOUND", None),
+    "cross_site": (errors.CrossSiteRequest, "client", False, "PERMISSION_DENIED", None),
     "model_moved": (errors.ModelMoved, "nobody", True, "UNAVAILABLE", None),
     "unauthenticated": (errors.Unauthenticated, "client", False, "UNAUTHENTICATED", None),
     "permission_denied": (errors.PermissionDenied, "client", False, "PERMISSION_DENIED", None),
@@ -86,6 +87,7 @@ HTTP = {
     "contract": 400,
     "malformed": 400,
     "limit": 413,
+    "cross_site": 403,
     "unauthenticated": 401,
     "permission_denied": 403,
     "model_not_found": 404,
@@ -255,3 +257,19 @@ def test_long_message_is_truncated_between_characters(piece: str, times: int) ->
         assert cut.endswith("...")
         assert encodable.startswith(cut[:-3])
         assert len(cut.encode()) > MESSAGE_BYTES_MAX - 6
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", ""),
+        ("é\U00010000", ""),
+        ("a\udcffb", r"`a\xffb` is not UTF-8"),
+        ("\ud800", r"`\ud800` is not UTF-8"),
+        ("\udc80\udfff", r"`\x80\udfff` is not UTF-8"),
+        ("a" * 300 + "\udcff", "`" + "a" * 200 + "` is not UTF-8"),
+    ],
+)
+def test_bytes_that_are_not_utf8_are_shown(text: str, problem: str) -> None:
+    assert utf8_problem(text) == problem
+    utf8_problem(text).encode()

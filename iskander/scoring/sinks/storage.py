@@ -24,7 +24,7 @@ import pyarrow.fs as pafs
 from iskander.errors import SourceError
 from iskander.scoring.errors import JobConflict
 from iskander.scoring.sinks.errors import OutputError
-from iskander.scoring.sources.places import locate
+from iskander.scoring.sources.places import infos_below, locate
 
 RECORD: Final = "output.json"
 RESUMABLE: Final = "the job can be resumed when this is corrected"
@@ -143,13 +143,13 @@ class Storage:
     def names(self, folder: str) -> list[str]:
         """Return the sorted names in a folder; none if it does not exist."""
         selector = pafs.FileSelector(folder, allow_not_found=True)
-        found = self.filesystem.get_file_info(selector)
+        found = infos_below(self.filesystem, selector)
         return sorted(each.base_name for each in found if each.base_name)
 
     def files(self, folder: str) -> dict[str, int]:
         """Return bytes of all files below a folder by relative path, sorted by path."""
         selector = pafs.FileSelector(folder, allow_not_found=True, recursive=True)
-        found = self.filesystem.get_file_info(selector)
+        found = infos_below(self.filesystem, selector)
         start = len(folder.rstrip("/")) + 1
         return {
             each.path[start:]: each.size

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +24,15 @@ from iskander.scoring.job import UNIT_BYTES
 from iskander.scoring.plan import canonical
 from iskander.scoring.sources.base import FrozenSource
 from iskander.scoring.sources.parquet import read_footer
-from iskander.scoring.sources.places import FILES_MAX, Place, Stamp, expand, locate, opened
+from iskander.scoring.sources.places import (
+    FILES_MAX,
+    Place,
+    Stamp,
+    expand,
+    locate,
+    opened,
+    unquoted,
+)
 from iskander.scoring.sources.reading import (
     COMPRESSIONS,
     FileReader,
@@ -152,8 +159,8 @@ def _hive_values(path: str) -> dict[str, str | None]:
     for folder in path.split("/")[:-1]:
         name, mark, text = folder.partition("=")
         if mark and name:
-            value = urllib.parse.unquote(text)
-            values[urllib.parse.unquote(name)] = None if value == HIVE_NULL else value
+            value = unquoted(text)
+            values[unquoted(name)] = None if value == HIVE_NULL else value
     return values
 
 

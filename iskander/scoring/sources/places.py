@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from iskander.errors import SourceChanged, SourceError
+from iskander.errors import SourceChanged, SourceError, utf8_problem
 
 FILES_MAX: Final = 1_000_000
 """Files of one job; the plan keeps a few hundred bytes for each."""
@@ -129,13 +129,17 @@ def locate(uri: str) -> Place:
     Raises:
         SourceError: The scheme is unknown or its options are not valid.
     """
+    if problem := utf8_problem(uri):
+        raise SourceError(f"{problem}: paths must be, because Arrow has no others")
     match = _URI.match(uri)
     if match is None:
         path = os.path.abspath(uri).replace(os.sep, "/")
+        if problem := utf8_problem(path):
+            raise SourceError(f"the working folder {problem}: give an absolute path")
         return Place(pafs.LocalFileSystem(), path, uri, local=LOCAL_PATHS)
     scheme, authority, rest = match.groups()
     if scheme == "file":
-        path = os.path.abspath(urllib.parse.unquote(rest)).replace(os.sep, "/")
+        path = os.path.abspath(unquoted(rest)).replace(os.sep, "/")
         return Place(pafs.LocalFileSystem(), path, uri, local=LOCAL_PATHS)
     options = _OPTIONS.search(rest)
     if options is not None:
@@ -147,6 +151,17 @@ def locate(uri: str) -> Place:
         raise SourceError(f"{uri}: cannot open the filesystem: {error}") from error
     path = f"{root.rstrip('/')}/{rest.lstrip('/')}".rstrip("/")
     return Place(filesystem, path, uri, f"{scheme}://")
+
+
+def unquoted(text: str) -> str:
+    """Decode the percent-encoding of a path or folder name; raise SourceError if it is not UTF-8.
+
+    Replacement of other bytes would give two folders one name.
+    """
+    try:
+        return urllib.parse.unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        raise SourceError(f"`{text}` is not UTF-8 in its percent-encoding") from None
 
 
 def _quoted(options: str) -> str:
@@ -271,9 +286,25 @@ def _listed(
 def _listing(place: Place, folder: str, *, is_recursive: bool) -> list[pafs.FileInfo]:
     selector = pafs.FileSelector(folder or "/", allow_not_found=True, recursive=is_recursive)
     try:
-        found: list[pafs.FileInfo] = place.filesystem.get_file_info(selector)
+        return infos_below(place.filesystem, selector)
     except OSError as error:
         raise SourceError(f"{place.uri}: cannot list {folder}: {error}") from error
+
+
+def infos_below(filesystem: pafs.FileSystem, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
+    """List a folder.
+
+    Raises:
+        SourceError: The name of a file is not UTF-8: Arrow can neither read nor leave it out.
+        OSError: The folder cannot be read.
+    """
+    found: list[pafs.FileInfo] = filesystem.get_file_info(selector)
+    try:
+        for each in found:
+            each.path  # noqa: B018 - Arrow decodes it here.
+    except UnicodeDecodeError as error:
+        problem = utf8_problem(os.fsdecode(error.object))
+        raise SourceError(f"file name {problem}: rename or remove the file") from None
     return found
 
 

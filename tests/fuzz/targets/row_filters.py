@@ -37,7 +37,7 @@ WORDS = [
     "<", "<=", ">", ">=", " in ", " not in ", "[", "]", ",", "1", "0", "-", "+", "0.5", "300", "7",
     "'a'", '"b"', "''", "True", "False", "null", "None", 'col("i")', "col('s')", "1e999", "0x10",
     "1_0", "9007199254740993", "é", "\\x41", "f'", "lambda: ", ":=", "**", "i.x", "i[0]", "\n",
-    "#", "-" * 1500, "(" * 150, "not " * 60,
+    "'\\ud800'", "'\\udcff'", 'col("\\udcff")', "#", "-" * 1500, "(" * 150, "not " * 60,
 ]  # fmt: skip
 OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Callable
@@ -501,3 +502,20 @@ def test_models_with_their_own_worker_pool(
     assert model.own_workers == count
     assert model.pool == (f"{model.name}/{model.version}" if count else "")
     assert model.python in ("", str(tmp_path / "bin" / "python"))
+
+
+def test_folder_and_overrides_that_are_not_utf8_are_rejected(tmp_path: Path) -> None:
+    """Paths of the file are relative to it, and are sent to workers."""
+    folder = tmp_path / os.fsdecode(b"a\xff")
+    folder.mkdir()
+    text = '[repository]\npath = "models"\n'
+    for file in (folder / "c.toml", tmp_path / "c.toml"):
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"folder of the configuration `.*a\\xff` is not UTF-8"):
+        load_config(folder / "c.toml", environment={})
+    for given in (
+        {"environment": {"ISKANDER_REPOSITORY__PATH": "/a\udcff"}},
+        {"environment": {}, "overrides": ("repository.path=/a\udcff",)},
+    ):
+        with pytest.raises(ConfigError, match=r"`repository.path=/a\\xff` is not UTF-8"):
+            load_config(tmp_path / "c.toml", **given)  # type: ignore[arg-type]

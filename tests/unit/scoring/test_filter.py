@@ -117,6 +117,14 @@ def test_columns_are_those_of_the_text() -> None:
         "(" * 300 + "f" + ")" * 300,
         "a in [" + "1, " * 1001 + "]",
         "a > 1 and " * 1000 + "f",
+        "b == '\\ud800'",
+        "b in ['x', '\\udcff']",
+        "'\\ud800' < b",
+        "col('\\ud800') > 1",
+        "col('\\ud800') is null",
+        "col('\\ud800')",
+        "b == '\udcff'",
+        "\udcff > 1",
     ],
 )
 @pytest.mark.filterwarnings("error")

@@ -565,3 +565,39 @@ def test_table_or_stream_beside_files_is_rejected(tmp_path: Path) -> None:
     for other in ("-", "iceberg://c/n.t", "delta://x"):
         with pytest.raises(SourceError, match=other):
             open_source([path, other])
+
+
+NOT_UTF8 = b"a\xff".decode("utf-8", "surrogateescape")
+
+
+@pytest.mark.parametrize("where", ["", "*.parquet", "**"])
+@pytest.mark.parametrize("name", [f"{NOT_UTF8}.parquet", f"p={NOT_UTF8}/a.parquet"])
+def test_file_name_that_is_not_utf8_is_rejected(tmp_path: Path, where: str, name: str) -> None:
+    """Arrow cannot name such a file; without it the results would lack its rows."""
+    file = write(tmp_path / "in" / "b.parquet", table(0, 3))
+    (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+    shutil.copy(file, tmp_path / "in" / name)
+    with pytest.raises(SourceError, match=r"file name `.*a\\xff.*` is not UTF-8"):
+        open_source([str(tmp_path / "in" / where)])
+
+
+def test_path_that_is_not_utf8_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / NOT_UTF8
+    folder.mkdir()
+    shutil.copy(write(tmp_path / "a.parquet", table(0, 3)), folder)
+    for given in (str(folder), str(folder / "a.parquet"), f"{NOT_UTF8}.parquet", "s3://a/\ud800"):
+        with pytest.raises(SourceError, match="is not UTF-8: paths must be"):
+            open_source([given])
+    with pytest.raises(SourceError, match="a%FF` is not UTF-8"):
+        open_source(["file:///a%FF"])
+    monkeypatch.chdir(folder)
+    with pytest.raises(SourceError, match=r"the working folder .* is not UTF-8"):
+        open_source(["a.parquet"])
+
+
+def test_hive_value_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
+    """Regression test: `%FE` and `%FF` were one value, the replacement character."""
+    for value in ("%FE", "%FF"):
+        write(tmp_path / f"p={value}" / "a.parquet", table(0, 3))
+    with pytest.raises(SourceError, match=r"`%F[EF]` is not UTF-8"):
+        open_source([str(tmp_path)])
