@@ -260,6 +260,12 @@ class ModelMoved(IskanderError, code="model_moved", fault=Fault.NOBODY, status="
     """The model version was replaced or unloaded during the stream or request."""
 
 
+class RuntimeDiffers(
+    IskanderError, code="runtime_differs", fault=Fault.OPERATOR, status="FAILED_PRECONDITION"
+):
+    """The model runs with another library, execution provider or number of threads than wanted."""
+
+
 class Unsupported(IskanderError, code="unsupported", fault=Fault.CLIENT, status="UNIMPLEMENTED"):
     """The server does not implement this part of the protocol."""
 

@@ -14,6 +14,7 @@ from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from iskander.config.models import LaneConfig
 from iskander.contract.buckets import variants
 from iskander.contract.row_relation import INDEPENDENT, RowRelation, weakest
+from iskander.contract.runtime import Runtime
 from iskander.contract.tensors import Contract
 from iskander.control.messages import ModelSpec
 from iskander.errors import (
@@ -80,6 +81,7 @@ class Lane:
         quorum: Number of workers at which the model is ready.
         contract: None until the first worker has loaded the model.
         relation: Whether the rows of the model affect each other's results.
+        runtimes: What computes its batches, of all workers that have loaded the model.
         files_sha256: Hash of the model's files when the first worker loaded them; empty if unknown.
         workers: Workers with the model loaded that accept batches, by incarnation.
         has_limits: The settings limit the latency or age of requests that name no limit.
@@ -116,6 +118,7 @@ class Lane:
         self.contract: Contract | None = None
         self.relation = INDEPENDENT
         self.files_sha256 = ""
+        self.runtimes: tuple[Runtime, ...] = ()
         self.workers: dict[int, WorkerSlot] = {}
         self.is_awaiting_worker = False
         self.arrivals = ArrivalPredictor()

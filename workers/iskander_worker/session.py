@@ -61,6 +61,7 @@ class Session:
         notices: Problems that do not prevent serving.
         digest: Digest of the model version, for heartbeats.
         files_sha256: Hash of the model's files, of `Loaded`.
+        library: Library that computes its batches, of `Loaded`.
         measurement: What its load found out by running it.
         graph: Tensors that the model itself declares.
         device: GPU that it computes on, if any.
@@ -115,6 +116,7 @@ class Session:
         self._warm_up = manifest.warm_up if manifest is not None else WarmUp()
         self.notices: tuple[str, ...] = getattr(model, "notices", ())
         self.threads, self.providers = model.threads, model.providers
+        self.library: str = getattr(model, "library", "")
         self.inputs = RowCopier(self.contract.inputs)
         self.outputs = RowCopier(self.contract.outputs)
         can_bind = is_plain and not (self.inputs.has_strings or self.outputs.has_strings)
