@@ -19,7 +19,7 @@ from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.manifest import model_file
 from iskander.contract.tensors import Contract
 from iskander.control.messages import ModelSpec
-from iskander.errors import ExecutionFailed, ManifestError
+from iskander.errors import ExecutionFailed, ManifestError, utf8_problem
 from iskander_worker import backends
 from iskander_worker.backends import Arrays, Run
 from iskander_worker.backends.onnx_binding import BFLOAT16, Binding, options_of
@@ -152,6 +152,8 @@ class OnnxModel:
 
 def read_graph(path: Path, libraries: Iterable[str] = ()) -> Graph:
     """Read the declaration of a model file without optimising it, or raise a `ManifestError`."""
+    if problem := utf8_problem(str(path)):
+        raise ManifestError(f"model file {problem}, which the runtime needs: rename it")
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
