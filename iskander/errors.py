@@ -285,7 +285,10 @@ class ClientOverShare(
     status="RESOURCE_EXHAUSTED",
     http_status=429,
 ):
-    """The client is at its limit of outstanding requests, or its token at that of rows."""
+    """The client is at its limit of outstanding requests, or its token at that of rows.
+
+    Also for a short time after requests of the client ended workers of the model.
+    """
 
 
 class RateLimited(

@@ -45,6 +45,7 @@ from iskander.scheduling.cost import LEARNED_SAMPLES, CostModel
 from iskander.scheduling.fair_share import QUANTUM_ROWS, BriefRequests, is_brief, slice_rows
 from iskander.scheduling.layout import Layout, LayoutCache
 from iskander.scheduling.metrics import LaneMetrics
+from iskander.scheduling.offenders import Offenders
 from iskander.scheduling.policies import make_policy
 from iskander.scheduling.queue import WaitingQueue
 from iskander.scheduling.request import NEVER_NS, Request
@@ -100,6 +101,8 @@ class Lane:
         absence: Why none of its workers can run, such as a lost GPU; empty if one can.
         unreachable: Batches in a row that failed because it could not be reached.
         is_isolated: It runs in a dedicated worker, because its batches crashed others.
+        is_held: No batch is sent, until it is known why a worker ended that ran one.
+        offenders: Sources whose requests ended workers.
         refusal: Error of a worker that could not load the model.
         entering: Number of requests before the queue: being read, or waiting for arena memory.
         shadows: Select finished requests for other versions.
@@ -134,7 +137,8 @@ class Lane:
         self.layouts_by_bucket: tuple[LayoutCache, ...] = ()
         self.ran_ns = -PROBE_NS
         self.is_served = self.is_required = True
-        self.is_retired = self.is_stale = self.is_isolated = False
+        self.is_retired = self.is_stale = self.is_isolated = self.is_held = False
+        self.offenders = Offenders()
         self.refusal: IskanderError | None = None
         self.quarantine: Quarantine | None = None
         self.outage = self.absence = ""
@@ -310,7 +314,9 @@ class Lane:
         # Step 3
         self.require_worker()
         error: IskanderError | None = None
-        if not request.is_part:
+        if len(self.offenders):
+            error = self.offenders.error(request.terms.source, now_ns, self.title)
+        if error is None and not request.is_part:
             outstanding = self.outstanding.get(request.terms.client, 0)
             error = share_error(outstanding, self.config, request)
         if error is None and request.expires_ns <= now_ns:
