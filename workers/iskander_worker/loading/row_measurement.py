@@ -87,10 +87,14 @@ class MeasuredModel(Protocol):
 
 
 class RowVerdict(NamedTuple):
-    """Whether rows affect each other, and what was run and found."""
+    """Whether rows affect each other, and what was run and found.
+
+    `has_other_rows`: a batch had another number of results than rows.
+    """
 
     verdict: Verdict
     evidence: str
+    has_other_rows: bool = False
 
 
 class _Difference(NamedTuple):
@@ -138,7 +142,7 @@ def measure_rows(
     try:
         return measurement.verdict(samples, graph_file, is_confined=is_confined)
     except _Dependent as evidence:
-        return RowVerdict("dependent", _evidence(str(evidence)))
+        return RowVerdict("dependent", _evidence(str(evidence)), has_other_rows=True)
     except _Undecided as reason:
         return RowVerdict("undecided", _evidence(str(reason)))
     finally:
