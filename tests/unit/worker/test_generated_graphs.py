@@ -10,6 +10,8 @@ from iskander_worker.session import Session
 from support.graphs import Generated, generated
 from support.scripted import model_spec
 
+from iskander.errors import ManifestError
+
 OTHERWISE = {
     "batch-norm-float-3": "undecided",  # Its statistics change with each run.
     "quantized-tanh-float-4": "dependent",  # Its steps are above 5 % of the results.
@@ -25,6 +27,9 @@ def test_verdict(graph: Generated, tmp_path: Path) -> None:
     try:
         session.warm_up(1000)
         session.measure(is_confined=True)
+    except ManifestError as error:
+        assert graph.recipe.relation == "dependent"
+        assert "cannot be assigned to rows" in error.message
     finally:
         session.close()
     relation = graph.recipe.relation
