@@ -154,6 +154,21 @@ def empty_messages(schema: pa.Schema) -> list[bytes]:
     return [encapsulate(_emptied(bytes(message.metadata))) for message in reader]
 
 
+def null_dictionary(dictionary: int, length: int) -> bytes:
+    """Return the encapsulated message of a dictionary with this id and `length` nulls."""
+    column = pa.DictionaryArray.from_arrays(pa.array([], pa.int8()), pa.nulls(length))
+    sink = pa.BufferOutputStream()
+    batch = pa.record_batch([column, column], ["0", "1"])
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    # The second dictionary: pyarrow omits an id of 0, which leaves no position to patch.
+    _, _, message, _ = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    header = bytearray(message.metadata)
+    at = _field_at(header, read_message(header).table, _DICTIONARY_ID)
+    _I64.pack_into(header, at, dictionary)
+    return encapsulate(header)
+
+
 def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
     """Return a batch without rows, of any types; builds no value of them."""
     stream = (schema.serialize().to_pybytes(), *empty_messages(schema))

@@ -17,7 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from iskander.arrow.casts import Values
-from iskander.arrow.types import BFloat16, element_name, is_permuted, plain_of, values_of
+from iskander.arrow.types import (
+    BFloat16,
+    element_name,
+    is_permuted,
+    plain_of,
+    storage_of,
+    values_of,
+)
 from iskander.contract.column_types import SentType
 
 INDEX_BYTES = 8
@@ -182,6 +189,14 @@ def decimals(array: pa.Array) -> tuple[np.ndarray | None, int]:
     return words[:, 0].copy(), kind.scale
 
 
+def view_bytes(array: pa.Array) -> int:
+    """Bytes that the valid views of a string view array refer to, also if the array is invalid."""
+    lengths, valid = _view_lengths(array).astype(np.int64), _valid(array)
+    if valid is not None:
+        lengths = lengths[valid]
+    return int(lengths.clip(0).sum())
+
+
 def text_lengths(array: pa.Array) -> np.ndarray:
     """Bytes of each string of an array, 0 for a null."""
     if _is_string_view(array.type):
@@ -244,6 +259,19 @@ def text_buffers(array: pa.Array) -> tuple[memoryview, memoryview]:
     offsets = np.frombuffer(raw, np.int32, count)[array.offset :]
     joined = memoryview(array.buffers()[2] or b"").cast("B")[: offsets[-1]]
     return offsets.data.cast("B"), joined
+
+
+def item_bytes(arrow: pa.DataType) -> int:
+    """Bytes of one innermost value of a type; of its offset or view, if it is text."""
+    while True:
+        arrow = values_of(storage_of(arrow))
+        if not (is_list(arrow) or pa.types.is_fixed_size_list(arrow)):
+            break
+        arrow = arrow.value_type
+    try:
+        return int(arrow.bit_width + 7) // 8
+    except ValueError:  # The width varies.
+        return 2 * INDEX_BYTES
 
 
 def time_unit(arrow: pa.DataType) -> str:

@@ -29,6 +29,7 @@ from iskander.measurement.recent_values import RecentValues
 from iskander.memory.backing import Backing, BackingOptions
 from iskander.observation.process import ObserverProcess
 from iskander.protocols.extension import Services, create_protocols
+from iskander.protocols.flight.plans import Plans
 from iskander.protocols.flight.regions import RegionServer
 from iskander.protocols.flight.service import FlightService
 from iskander.protocols.grpc_server import GrpcServer
@@ -169,7 +170,7 @@ class Server:
             self._peers,
             input_arena=arena,
             dispatcher=self._dispatcher,
-            limits=config.limits,
+            plans=Plans(config.limits, self._connection_limits.budget),
             stats=self.stats,
             recent=self._recent,
             regions=self._regions,

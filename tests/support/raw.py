@@ -96,5 +96,5 @@ def read_batches(frames: list[bytes]) -> tuple[list[pa.RecordBatch], list[bytes]
     for frame in frames:
         data = read_flight_data(frame)
         parts.append(ipc.encapsulate(bytes(data.header), bytes(data.body)))
-        metadata.append(data.app_metadata)
+        metadata.append(bytes(data.app_metadata))
     return list(pa.ipc.open_stream(b"".join(parts))), metadata[1:]

@@ -17,7 +17,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from builtins import memoryview  # Where mypyc looks for the types of fields.
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 import pyarrow as pa
@@ -33,7 +33,7 @@ from iskander.contract.tensors import ALIGNMENT, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.memory.chunked_copy import WHOLE_BYTES
 from iskander.memory.client_segment import SegmentRange
-from iskander.protocols.flight.convert import BatchPortion, Converter
+from iskander.protocols.flight.convert import BatchPortion, Converter, LongMessage
 from iskander.protocols.flight.data import Parts, data_head, read_flight_data
 from iskander.protocols.flight.plan import (
     CachedHeader,
@@ -45,11 +45,19 @@ from iskander.protocols.flight.plan import (
     require_limit,
 )
 
+__all__ = ["LongMessage", "ParsedBatch", "StreamCodec"]
 CACHED_HEADER_BYTES_MAX: Final = 4096
-CACHED_HEADERS_MAX: Final = 64
-"""Headers cached by a plan; batches of one size have identical headers."""
 ASSEMBLED_ROWS: Final = 4096
 """Ranks and lists of more rows are assembled on a thread: they cost milliseconds."""
+ASSEMBLED_BYTES: Final = 1 << 20
+"""The same for batches of more bytes."""
+LOOP_BYTES: Final = 256 * 1024
+LOOP_FACTOR: Final = 16
+"""A message is converted on the event loop if it becomes at most 256 KiB, or 16 times its own
+bytes; a message of 500 bytes may become 64 MiB."""
+NO_LIMIT: Final = 1 << 62
+NODE_BYTES: Final = 512
+"""Memory of an array in a batch that pyarrow reads."""
 
 
 class ParsedBatch(msgspec.Struct, frozen=True):
@@ -65,6 +73,7 @@ class ParsedBatch(msgspec.Struct, frozen=True):
     passthrough: list[pa.Array]  # If the response is not plain.
     app_metadata: bytes
     portions: tuple[BatchPortion, ...] = ()  # The inputs, if built from columns.
+    source_bytes: int = 0  # Of a converted batch, decompressed.
 
     def without_inputs(self) -> ParsedBatch:
         """A copy without inputs, so that a pending response holds no client memory."""
@@ -79,6 +88,7 @@ class Unrendered(NamedTuple):
     parsed: ParsedBatch
     results: bytes | memoryview
     batch: pa.RecordBatch | None
+    parts: Parts  # Its message, once assembled.
 
 
 def require_app_metadata(size: int, limits: LimitsConfig) -> None:
@@ -89,8 +99,13 @@ def require_app_metadata(size: int, limits: LimitsConfig) -> None:
         raise LimitExceeded(text, wanted=limits.app_metadata_bytes)
 
 
-class LongMessage(Exception):
-    """Reading this message costs milliseconds, and must happen on a thread."""
+class Rendered(NamedTuple):
+    """The messages of a response."""
+
+    frames: list[Parts]
+
+
+Response: TypeAlias = Parts | Unrendered | Rendered
 
 
 class StreamCodec:
@@ -105,21 +120,18 @@ class StreamCodec:
         self._last: ParsedBatch | None = None
 
     def is_quick(self, raw: bytes | memoryview) -> bool:
-        """Whether a message is small, or its header is cached; read others on a thread."""
-        if len(raw) <= WHOLE_BYTES and not self.plan.has_lists:
-            return True
+        """Whether a message is small, or its header is cached; read others on a thread.
+
+        `read` may still raise LongMessage.
+        """
+        if len(raw) <= WHOLE_BYTES:
+            return not self.plan.is_wide
         return self._is_quick(read_flight_data(raw).header, len(raw))
 
     def _is_quick(self, header: bytes | memoryview, length: int) -> bool:
-        if length > WHOLE_BYTES:
-            return bytes(header[:CACHED_HEADER_BYTES_MAX]) in self.plan.header_cache
-        if not self.plan.has_lists:
-            return True
-        # Padding may make a small message of lists large.
-        message = ipc.read_message(header)
-        if message.kind != ipc.RECORD_BATCH:
-            return True
-        return ipc.read_batch(header, message).rows * self.plan.row_bytes <= WHOLE_BYTES
+        if length <= WHOLE_BYTES:
+            return not self.plan.is_wide
+        return bytes(header[:CACHED_HEADER_BYTES_MAX]) in self.plan.header_cache
 
     @property
     def dictionary_bytes(self) -> int:
@@ -127,19 +139,35 @@ class StreamCodec:
         return self._converter.reader.decoded_bytes
 
     def work_bytes(self, raw: bytes | memoryview) -> int:
-        """Temporary memory to read a message, without the message."""
+        """Upper bound of the temporary memory to read a message, without the message."""
         data = read_flight_data(raw)
         return self._work_bytes(data.header, data.body)
 
     def _work_bytes(self, header: bytes | memoryview, body: memoryview | SegmentRange) -> int:
         message = ipc.read_message(header)
         if message.kind == ipc.DICTIONARY_BATCH:
-            return 2 * self._converter.work_bytes(ipc.read_dictionary(header, message)[2], body)
+            return 2 * self._dictionary_work_bytes(bytes(header), message, body)
         if message.kind != ipc.RECORD_BATCH:
             return 0
-        work = self._converter.work_bytes(ipc.read_batch(header, message), body)
+        plan, batch = self.plan, ipc.read_batch(header, message)
+        if not (plan.is_converted or batch.is_compressed or message.version != ipc.METADATA_V5):
+            return 0
+        require_limit("rows", batch.rows, self._limits.rows)
+        cost = self._converter.cost(batch, body)
         # Conversion writes the batch once more.
-        return 2 * work + (len(body) if self.plan.is_converted else 0)
+        work = 2 * cost.work_bytes
+        if plan.is_converted:
+            work += len(body) + NODE_BYTES * plan.layout.nodes
+            if plan.has_texts:
+                texts = self._limits.string_bytes
+                work += 3 * (texts if plan.expands_texts else min(texts, sum(cost.lengths)))
+        return work
+
+    def _dictionary_work_bytes(
+        self, header: bytes, message: ipc.Message, body: memoryview | SegmentRange
+    ) -> int:
+        dictionary, is_delta, batch = ipc.read_dictionary(header, message)
+        return self._converter.dictionary_work_bytes(dictionary, batch, body, is_delta=is_delta)
 
     def is_dictionary(self, raw: bytes | memoryview) -> bool:
         """Whether a message, which may be invalid, is a dictionary."""
@@ -168,7 +196,8 @@ class StreamCodec:
         if data.app_metadata:
             require_app_metadata(len(data.app_metadata), self._limits)
         self._last = None
-        parsed = self.decode(data.header, data.body, data.app_metadata, is_on_loop=is_on_loop)
+        app_metadata = bytes(data.app_metadata)
+        parsed = self.decode(data.header, data.body, app_metadata, is_on_loop=is_on_loop)
         if parsed is not None and 0 < data.head_bytes <= CACHED_HEADER_BYTES_MAX:
             cached = self.plan.header_cache.get(bytes(data.header))
             if cached is not None and cached.tensors is parsed.tensors:
@@ -201,7 +230,8 @@ class StreamCodec:
         if message.kind == ipc.DICTIONARY_BATCH:
             require_limit("bytes", len(body), self._limits.bytes)
             if is_on_loop:
-                self._require_short(ipc.read_dictionary(raw, message)[2], body)
+                work = self._dictionary_work_bytes(raw, message, body)
+                _require_short(work, len(raw) + len(body))
             self._converter.add_dictionary(raw, message, _private(body))
             return None
         if message.kind != ipc.RECORD_BATCH:
@@ -212,54 +242,93 @@ class StreamCodec:
         require_limit("bytes", len(body), self._limits.bytes)
         is_current = not batch.is_compressed and message.version == ipc.METADATA_V5
         if self.plan.is_converted or not is_current:
+            cost = self._converter.cost(batch, body)
+            text_bytes_max = NO_LIMIT
             if is_on_loop:
-                self._require_short(batch, body)
-            plain = self._converter.plain(raw, batch, _private(body))
+                size = len(raw) + len(body)
+                _require_short(cost.decoded_bytes, size)
+                text_bytes_max = _loop_bytes(size)
+            private = _private(body)
+            plain = self._converter.plain(raw, batch, private, cost, text_bytes_max)
             parsed = self._check(plain.batch, plain.body, plain.passthrough, app_metadata)
-            return replace(parsed, portions=plain.portions)
+            return replace(parsed, portions=plain.portions, source_bytes=sum(cost.lengths))
         is_cacheable = self.plan.is_header_sufficient
         if not is_cacheable or self.plan.forwarded:
             body = _private(body)
         parsed = self._check(batch, body, [], app_metadata)
         if is_cacheable and len(raw) <= CACHED_HEADER_BYTES_MAX:
-            if len(self.plan.header_cache) >= CACHED_HEADERS_MAX:
-                self.plan.header_cache.clear()
             checked = CachedHeader(parsed.rows, len(body), parsed.tensors, parsed.response)
-            self.plan.header_cache[raw] = checked
+            self.plan.remember(raw, checked)
         return parsed
-
-    def _require_short(self, batch: ipc.Batch, body: memoryview | SegmentRange) -> None:
-        if len(body) + self._converter.work_bytes(batch, body) > WHOLE_BYTES:
-            raise LongMessage
 
     def prepare(self, parsed: ParsedBatch, results: bytes | memoryview) -> Parts | Unrendered:
         """Build the input of `frames` from a batch's results."""
         if self.plan.is_response_plain:
             return _plain_frame(self.plan, parsed, results)
-        if not self.is_slow(parsed):
-            return Unrendered(parsed, results, None)
-        batch = self._converter.assemble(parsed.rows, parsed.passthrough, results)
-        return Unrendered(parsed, b"", batch)
+        if self.plan.passes_dictionaries and not self.is_slow(parsed):
+            return Unrendered(parsed, results, None, ())
+        return self._assembled(parsed, results)
+
+    def _assembled(self, parsed: ParsedBatch, results: bytes | memoryview) -> Parts | Unrendered:
+        converter = self._converter
+        batch = converter.assemble(parsed.rows, parsed.passthrough, results)
+        parts = converter.serialized(batch, parsed.app_metadata)
+        if not self.plan.passes_dictionaries:
+            return parts
+        return Unrendered(parsed, b"", batch, parts)
 
     def is_slow(self, parsed: ParsedBatch) -> bool:
         """Whether to call `prepare` on a thread."""
-        return self.plan.is_assembled and parsed.rows > ASSEMBLED_ROWS
+        plan = self.plan
+        if plan.is_response_plain:
+            return False
+        if plan.is_wide or parsed.source_bytes > ASSEMBLED_BYTES:
+            return True
+        return plan.is_assembled and parsed.rows > ASSEMBLED_ROWS
 
-    def frames(self, response: Parts | Unrendered) -> list[Parts]:
+    def is_slow_to_render(self, response: Response) -> bool:
+        """Whether to call `rendered` on a thread: the response has new and large dictionaries."""
+        if not isinstance(response, Unrendered):
+            return False
+        is_small = self._converter.reader.dictionary_bytes <= LOOP_BYTES and not self.plan.is_wide
+        return not (is_small or self._converter.has_sent(response.parsed.passthrough))
+
+    def rendered(self, response: Response) -> Rendered:
+        """Render the messages of one response for `frames`; call in stream order."""
+        return Rendered(self.frames(response))
+
+    def frames(self, response: Response) -> list[Parts]:
         """Render the messages of one response; call in stream order."""
+        if isinstance(response, Rendered):
+            return response.frames
         if not isinstance(response, Unrendered):
             return [response]
-        parsed, results, batch = response
+        parsed, results, batch, parts = response
         if batch is None:
-            batch = self._converter.assemble(parsed.rows, parsed.passthrough, results)
-        return self._converter.frames(batch, parsed.passthrough, parsed.app_metadata)
+            assembled = self._assembled(parsed, results)
+            assert isinstance(assembled, Unrendered)
+            batch, parts = assembled.batch, assembled.parts
+        return self._with_dictionaries(batch, parsed.passthrough, parts)
+
+    def _with_dictionaries(
+        self, batch: pa.RecordBatch, passthrough: list[pa.Array], parts: Parts
+    ) -> list[Parts]:
+        """Put changed dictionaries before the message of a response."""
+        converter = self._converter
+        if converter.has_sent(passthrough):
+            return [parts]
+        return [*converter.changed_dictionaries(batch, passthrough), parts]
 
     def error_frames(self, error: IskanderError) -> list[Parts]:
         """Render an error in place of a result: no rows, and the error as JSON metadata."""
-        passthrough = self._converter.empty()
+        converter = self._converter
+        passthrough = converter.empty()
         metadata = msgspec.json.encode({"iskander": {"error": error.to_wire()}})
-        batch = self._converter.assemble(0, passthrough, b"")
-        return self._converter.frames(batch, passthrough, metadata)
+        batch = converter.assemble(0, passthrough, b"")
+        parts = converter.serialized(batch, metadata)
+        if not self.plan.passes_dictionaries:
+            return [parts]
+        return self._with_dictionaries(batch, passthrough, parts)
 
     def _check(
         self,
@@ -300,6 +369,17 @@ class StreamCodec:
             total = sum(buffers[2 * (column.values_buffer + 1) + 1] for column in plan.strings)
             require_string_bytes(total, self._limits)
         return ParsedBatch(rows, body, tensors, response, passthrough, app_metadata)
+
+
+def _loop_bytes(message_bytes: int) -> int:
+    """Decoded bytes up to which a message is converted on the event loop."""
+    return min(max(LOOP_BYTES, LOOP_FACTOR * message_bytes), WHOLE_BYTES)
+
+
+def _require_short(decoded_bytes: int, message_bytes: int) -> None:
+    """Raise LongMessage if a message is to be converted on a thread."""
+    if message_bytes > WHOLE_BYTES or decoded_bytes > _loop_bytes(message_bytes):
+        raise LongMessage
 
 
 def _require_disjoint(total: int, length: int) -> None:

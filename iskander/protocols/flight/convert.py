@@ -11,19 +11,23 @@ Runs on: gateway loop, and the thread that reads large batches.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from iskander.arrow import ipc
+from iskander.arrow.layout import children, dictionaries_of, is_view
 from iskander.arrow.types import is_string
 from iskander.arrow.utf8 import require_string_bytes, require_strings
+from iskander.arrow.values import view_bytes
 from iskander.config.schema import LimitsConfig
 from iskander.errors import MalformedInput
 from iskander.memory.client_segment import SegmentRange
 from iskander.protocols.flight.data import Parts, data_head
-from iskander.protocols.flight.dictionaries import BatchReader, address_key
+from iskander.protocols.flight.dictionaries import BatchReader, deep_key
 from iskander.protocols.flight.inputs import assemble, bucket_numbers
 from iskander.protocols.flight.plan import Plan, require_limit
 from iskander.protocols.flight.results import result_columns
@@ -38,6 +42,24 @@ class BatchPortion(NamedTuple):
     tensors: list[memoryview]
     places: np.ndarray
     bucket: int
+
+
+class Cost(NamedTuple):
+    """Cost of a batch, known from its header and the schema.
+
+    Attributes:
+        lengths: Bytes of each buffer, decompressed.
+        decoded_bytes: Bytes of the decompressed and decoded batch, without those of its strings.
+        work_bytes: Temporary memory to decode it.
+    """
+
+    lengths: Sequence[int]
+    decoded_bytes: int
+    work_bytes: int
+
+
+class LongMessage(Exception):
+    """Reading this message costs milliseconds, and must happen on a thread."""
 
 
 class RewrittenBatch(NamedTuple):
@@ -55,33 +77,59 @@ class Converter:
     def __init__(self, plan: Plan, limits: LimitsConfig) -> None:
         self._plan = plan
         self._limits = limits
-        self.reader = BatchReader(plan.schema, plan.schema_message, limits)
-        self._sent: dict[int, tuple[bytes, pa.Buffer]] = {}
+        self.reader = BatchReader(plan.schema, plan.schema_message, plan.layout, limits)
+        self._sent: dict[int, tuple[bytes, bytes]] = {}  # Header, and digest of the body.
         self._sent_columns: list[pa.Array] = []
         self._sent_key: list[tuple[int, ...]] | None = None
 
-    def work_bytes(self, batch: ipc.Batch, body: memoryview | SegmentRange) -> int:
-        """Temporary memory to read a message: decompressed buffers and dictionaries."""
+    def cost(self, batch: ipc.Batch, body: memoryview | SegmentRange) -> Cost:
+        """The cost of a batch; raises LimitExceeded if it is too large when decoded."""
+        plan, rows = self._plan, batch.rows
+        lengths: Sequence[int] = batch.buffers[1::2]
         expanded = 0
         if batch.is_compressed:
-            expanded = self._require_expanded(batch, body)
-        return expanded + self.reader.next_bytes
+            lengths = self._expanded(batch, body)
+            expanded = sum(lengths)
+        elif min(lengths, default=0) < 0:
+            raise MalformedInput("a buffer of the record batch has a negative length")
+        require_limit("bytes", sum(lengths), self._limits.bytes)
+        if self.reader.has_nested:
+            expanded *= 2  # Read again for the indices.
+        # With buckets, a lower bound by the smallest one; `_portions` checks the exact size.
+        decoded = rows * plan.row_bytes_min
+        require_limit("bytes", decoded, self._limits.bytes)
+        first = expanded + self.reader.next_bytes
+        if not plan.is_converted:
+            return Cost(lengths, first, first)
+        decoded = rows * plan.row_decoded_bytes
+        return Cost(lengths, first + decoded, first + rows * plan.row_work_bytes)
+
+    def dictionary_work_bytes(
+        self, dictionary: int, batch: ipc.Batch, body: memoryview | SegmentRange, *, is_delta: bool
+    ) -> int:
+        """Temporary memory to decode a dictionary; raises LimitExceeded if it is too large."""
+        work = 0
+        if batch.is_compressed:
+            work = sum(self._expanded(batch, body))
+            require_limit("bytes", work, self._limits.bytes)
+        return work + (self.reader.joined_bytes(dictionary) if is_delta else self.reader.next_bytes)
 
     def add_dictionary(self, header: bytes, message: ipc.Message, body: memoryview) -> None:
         """Store a dictionary, or a delta of one, for the batches after it."""
         dictionary, is_delta, batch = ipc.read_dictionary(header, message)
-        expanded = self._require_expanded(batch, body) if batch.is_compressed else 0
+        expanded = sum(self._expanded(batch, body)) if batch.is_compressed else 0
+        require_limit("bytes", expanded, self._limits.bytes)
         body = body[: message.body_bytes]
         self.reader.add_dictionary(dictionary, header, body, expanded, is_delta=is_delta)
 
-    def plain(self, header: bytes, batch: ipc.Batch, body: memoryview) -> RewrittenBatch:
-        """Rewrite a batch as a plain one; checks its size decompressed and decoded."""
+    def plain(
+        self, header: bytes, batch: ipc.Batch, body: memoryview, cost: Cost, text_bytes_max: int
+    ) -> RewrittenBatch:
+        """Rewrite a batch as a plain one; raises LongMessage if its decoded strings are longer."""
         plan = self._plan
-        if batch.is_compressed:
-            self._require_expanded(batch, body)
         try:
             read, takeable = self.reader.read(header, body)
-            self._require_decoded(takeable)
+            self._require_decoded(takeable, cost, text_bytes_max)
             portions = self._portions(takeable) if plan.is_converted else ()
             fields = plan.plain_schema
             columns = [read.column(field.name) for field in fields]
@@ -155,20 +203,25 @@ class Converter:
         schema = pa.schema([*self._plan.passthrough, *self._plan.group_columns])
         return list(ipc.empty_batch(schema).columns)
 
-    def frames(
-        self, batch: pa.RecordBatch, passthrough: list[pa.Array], app_metadata: bytes
+    def serialized(self, batch: pa.RecordBatch, app_metadata: bytes) -> Parts:
+        """Render the message of a response, without dictionaries. Runs on: any thread."""
+        return _frame(pa.ipc.read_message(batch.serialize()), app_metadata)
+
+    def has_sent(self, passthrough: list[pa.Array]) -> bool:
+        """Whether the dictionaries of a response are those sent last."""
+        return self._sent_key == list(map(_dictionaries_key, passthrough))
+
+    def changed_dictionaries(
+        self, batch: pa.RecordBatch, passthrough: list[pa.Array]
     ) -> list[Parts]:
-        """Render the messages of one response, after changed dictionaries; call in stream order.
+        """Render the changed dictionaries of a response; call in stream order, on any thread.
 
         Only passed-through columns have dictionaries.
         """
         columns = [column.slice(0, 0) for column in passthrough]
-        key = [_dictionaries_key(column) for column in passthrough]
-        if key == self._sent_key:
-            return [_frame(pa.ipc.read_message(batch.serialize()), app_metadata)]
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
-            writer.write_batch(batch)
+            writer.write_batch(batch.slice(0, 0))
         frames: list[Parts] = []
         reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
         reader.read_next_message()  # The schema, which was sent at the start of the stream.
@@ -176,44 +229,45 @@ class Converter:
             header = bytes(message.metadata)
             read = ipc.read_message(header)
             if read.kind != ipc.DICTIONARY_BATCH:
-                frames.append(_frame(message, app_metadata))
                 continue
             dictionary = ipc.read_dictionary(header, read)[0]
-            sent = self._sent.get(dictionary)
-            if sent is None or sent[0] != header or not sent[1].equals(message.body):
-                self._sent[dictionary] = header, message.body
+            sent = header, sha256(message.body or b"").digest()
+            if self._sent.get(dictionary) != sent:
+                self._sent[dictionary] = sent
                 frames.append(_frame(message, b""))
-        self._sent_columns, self._sent_key = columns, key
+        self._sent_columns = columns
+        self._sent_key = list(map(_dictionaries_key, passthrough))
         return frames
 
-    def _require_expanded(self, batch: ipc.Batch, body: memoryview | SegmentRange) -> int:
-        """Reject a decompression bomb by its declared sizes, before decompression."""
-        total = 0
+    def _expanded(self, batch: ipc.Batch, body: memoryview | SegmentRange) -> list[int]:
+        """The declared sizes of compressed buffers, before decompression."""
+        lengths = []
         for start, length in zip(batch.buffers[::2], batch.buffers[1::2], strict=True):
             if length == 0:
+                lengths.append(0)
                 continue
             if start < 0 or length < 8 or start + length > len(body):
                 raise MalformedInput("a compressed buffer is not inside the body")
             declared = body[start : start + 8]
             declared = declared.read() if isinstance(declared, SegmentRange) else declared
-            total += max(_I64.unpack(declared)[0], length - 8)
-        require_limit("bytes", total, self._limits.bytes)
-        return total
+            size = int(_I64.unpack(declared)[0])
+            lengths.append(length - 8 if size < 0 else size)  # -1: the buffer is not compressed.
+        return lengths
 
-    def _require_decoded(self, batch: pa.RecordBatch) -> None:
-        # With buckets, a lower bound by the smallest one; `_portions` checks the exact size.
-        inputs, builders = self._plan.variants[0].inputs, self._plan.builders
-        decoded = sum(spec.buffer_bytes(batch.num_rows) for spec in inputs)
-        decoded += sum(builder.view_index_bytes(batch) for builder in builders)
+    def _require_decoded(self, batch: pa.RecordBatch, cost: Cost, text_bytes_max: int) -> None:
+        """Check the sizes that depend on values: list views, and strings when decoded."""
+        plan, builders = self._plan, self._plan.builders
+        index_bytes = sum(builder.view_index_bytes(batch) for builder in builders)
+        decoded = batch.num_rows * plan.row_bytes_min + index_bytes
         require_limit("bytes", decoded, self._limits.bytes)
-        # `nbytes` crashes the process for some types (pyarrow 26, null and union arrays).
-        buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer)
-        require_limit("bytes", sum(buffer.size for buffer in buffers), self._limits.bytes)
-        names = batch.schema.names
-        used = {names[path.indices[0]] for builder in builders for path in builder.paths}
+        decoded = index_bytes
         strings = sum(builder.text_bytes(batch) for builder in builders)
-        unused = (batch.column(name) for name in names if name not in used)
-        require_string_bytes(strings + sum(map(_string_bytes, unused)), self._limits)
+        decoded += strings
+        strings += sum(map(cost.lengths.__getitem__, plan.text_buffers))
+        strings += sum(_string_bytes(batch.column(index)) for index in plan.walked_columns)
+        require_string_bytes(strings, self._limits)
+        if decoded > text_bytes_max:
+            raise LongMessage
 
 
 def _frame(message: pa.ipc.Message, app_metadata: bytes) -> Parts:
@@ -223,33 +277,16 @@ def _frame(message: pa.ipc.Message, app_metadata: bytes) -> Parts:
 
 def _dictionaries_key(array: pa.Array) -> tuple[int, ...]:
     """Addresses of the dictionaries in a column; unique among live dictionaries."""
-    key: list[int] = []
-    if pa.types.is_dictionary(array.type):
-        key += address_key(array.dictionary)
-    for child in _children(array):
-        key += _dictionaries_key(child)
-    return tuple(key)
+    return tuple(number for each in dictionaries_of(array) for number in deep_key(each))
 
 
 def _string_bytes(array: pa.Array) -> int:
-    """Bytes of text and binary values, at any depth."""
+    """Bytes of text and binary values, at any depth and in dictionaries."""
     kind = array.type
     if is_string(kind):
         values = array.buffers()[2]
         return 0 if values is None else int(values.size)
-    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
-        return sum(buffer.size for buffer in array.buffers()[2:])
-    return sum(_string_bytes(child) for child in _children(array))
-
-
-def _children(array: pa.Array) -> list[pa.Array]:
-    kind = array.type
-    if isinstance(kind, pa.BaseExtensionType):
-        return [array.storage]
-    if pa.types.is_dictionary(kind):
-        return [array.dictionary]
-    if pa.types.is_struct(kind) or pa.types.is_union(kind):
-        return [array.field(index) for index in range(kind.num_fields)]
-    if pa.types.is_map(kind):
-        return [array.keys, array.items]
-    return [array.values] if kind.num_fields else []
+    if is_view(kind):
+        return view_bytes(array)
+    inner = [array.dictionary] if pa.types.is_dictionary(kind) else children(array)
+    return sum(map(_string_bytes, inner))

@@ -40,7 +40,7 @@ class FlightData(NamedTuple):
 
     descriptor: memoryview | None
     header: memoryview
-    app_metadata: bytes
+    app_metadata: memoryview
     body: memoryview
     head_bytes: int = 0
 
@@ -49,8 +49,7 @@ def read_flight_data(raw: bytes | memoryview) -> FlightData:
     """Find the fields of a message; unknown fields are skipped."""
     view = memoryview(raw)
     descriptor: memoryview | None = None
-    header = body = view[:0]
-    app_metadata = b""
+    header = body = app_metadata = view[:0]
     at, end, start = 0, len(raw), 0
     try:
         while at < end:
@@ -68,7 +67,7 @@ def read_flight_data(raw: bytes | memoryview) -> FlightData:
                 elif number == _HEADER:
                     header = view[first:at]
                 elif number == _APP_METADATA:
-                    app_metadata = bytes(view[first:at])
+                    app_metadata = view[first:at]
                 elif number == _DESCRIPTOR:
                     descriptor = view[first:at]
             elif kind == 0:

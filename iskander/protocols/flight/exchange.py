@@ -17,14 +17,12 @@ from typing import Any, Final
 
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
-from iskander.contract.runtime import unexpected
 from iskander.errors import (
     Draining,
     IskanderError,
     LimitExceeded,
     MalformedInput,
     ModelMoved,
-    RuntimeDiffers,
     detach,
 )
 from iskander.logs import requests as log
@@ -32,7 +30,8 @@ from iskander.memory.chunked_copy import WHOLE_BYTES
 from iskander.memory.client_segment import ClientSegment
 from iskander.protocols.flight.codec import LongMessage, ParsedBatch, StreamCodec
 from iskander.protocols.flight.data import FlightData, read_flight_data, schema_frame
-from iskander.protocols.flight.plan import Plan
+from iskander.protocols.flight.plan import Plan, require_header
+from iskander.protocols.flight.plans import Plans
 from iskander.protocols.flight.shared_memory import SharedCodec
 from iskander.protocols.flight.split import SplitBatch, split_batch
 from iskander.protocols.stream_terms import StreamTerms
@@ -48,6 +47,8 @@ from iskander.transport.http2.status import RpcError
 
 OPEN_S: Final = 30.0
 """Timeout for the schema of a new stream."""
+TRIMMED_BYTES: Final = 4 << 20
+"""Temporary memory of a conversion after which unused memory is returned to the system."""
 DESCRIPTOR_BYTES_MAX: Final = 4096
 """Limit of a descriptor, which a stream keeps."""
 
@@ -55,15 +56,12 @@ DESCRIPTOR_BYTES_MAX: Final = 4096
 class StreamTarget:
     """Lane of one stream; looked up again when the served models change."""
 
-    __slots__ = ("_descriptor", "_find", "_key", "_models", "_revision", "_runtimes", "lane")
+    __slots__ = ("_descriptor", "_find", "_key", "_models", "_revision", "lane")
 
-    def __init__(
-        self, find: Callable[[bytes, str], Lane], models: Models, key: str, runtimes: str = ""
-    ) -> None:
+    def __init__(self, find: Callable[[bytes, str], Lane], models: Models, key: str) -> None:
         self._find = find
         self._models = models
         self._key = key
-        self._runtimes = runtimes
         self._descriptor: bytes | None = None
         self._revision = -1
         self.lane: Lane | None = None
@@ -79,7 +77,7 @@ class StreamTarget:
             self._descriptor = descriptor
         if self._descriptor is not None and not self.is_current:
             self._revision = self._models.revision
-            self.lane = self._found(self._descriptor)
+            self.lane = self._find(self._descriptor, self._key)
 
     def switch(self) -> None:
         """Switch to the descriptor's current lane if its contract is the same.
@@ -91,7 +89,7 @@ class StreamTarget:
         assert lane is not None and descriptor is not None
         self._revision = self._models.revision
         try:
-            found = self._found(descriptor)
+            found = self._find(descriptor, self._key)
             if found.contract is not None and found.contract != lane.contract:
                 raise ModelMoved(
                     f"the contract of model `{found.title}` differs from that of `{lane.title}` "
@@ -104,18 +102,6 @@ class StreamTarget:
         else:
             if found.contract is not None:
                 self.lane = found
-
-    def _found(self, descriptor: bytes) -> Lane:
-        """Find a lane, with one of the runtimes that the caller expects."""
-        lane = self._find(descriptor, self._key)
-        if self._runtimes and (others := unexpected(lane.runtimes, self._runtimes)):
-            raise RuntimeDiffers(
-                f"model `{lane.title}` runs with {others}; the caller expects {self._runtimes}: "
-                "give the servers of one job the same library, providers and threads",
-                runtime=others,
-                expected=self._runtimes,
-            )
-        return lane
 
 
 class PendingBatch(Request):
@@ -154,7 +140,7 @@ class RejectedBatch:
 
     def __init__(self, error: IskanderError) -> None:
         self.error = error
-        self.response = None
+        self.response: Any = None
         self.held_bytes = 0
 
 
@@ -170,14 +156,15 @@ class Exchange:
         limits: LimitsConfig,
         find: Callable[[bytes, str], Lane],
         region: Callable[[str], ClientSegment],
-        plan: Callable[[Lane, bytes], Plan],
+        plans: Plans,
         models: Models,
     ) -> None:
         self._call = call
         self._input_arena = input_arena
         self._dispatcher = dispatcher
         self._limits = limits
-        self._plan = plan
+        self._plans = plans
+        self._plan: Plan | None = None
         self._region = region
         self._tracer = dispatcher.tracer
         self._opened_ns = now_ns()
@@ -185,13 +172,13 @@ class Exchange:
             call.metadata, call.deadline_ns, call.source, is_traced=dispatcher.uses_contexts
         )
         self._codec: StreamCodec | None = None
-        self.target = StreamTarget(find, models, self._terms.route_key, self._terms.runtimes)
+        self.target = StreamTarget(find, models, self._terms.route_key)
         self._window = Window(limits)
         self._unwritten: deque[PendingBatch | SplitBatch | RejectedBatch] = deque()
         self._dictionary_bytes = 0
         self._admission: asyncio.Task[None] | None = None
         self._preparations: set[asyncio.Task[None]] = set()
-        self._is_reading = self._is_write_due = False
+        self._is_reading = self._is_write_due = self._is_rendering = False
         self._is_ended = False
         self._end_error: Exception | None = None
         self._loop = asyncio.get_running_loop()
@@ -225,6 +212,8 @@ class Exchange:
                 if self._tracer is not None:
                     self._trace(pending, GONE)
             self._unwritten.clear()
+            if self._plan is not None:
+                self._plans.leave(self._plan)
 
     def stop(self, error: IskanderError) -> None:
         """Stop reading; end the stream with an error after the results of accepted batches."""
@@ -254,9 +243,10 @@ class Exchange:
     ) -> None:
         assert self._codec is not None
         try:
-            pending.response = await asyncio.to_thread(
-                _prepare, self._codec, pending.parsed, results
-            )
+            async with self._plans.threads.turn(self._call.caller):
+                pending.response = await self._plans.threads.run(
+                    _prepare, self._codec, pending.parsed, results
+                )
         except Exception as failure:
             log.stream_failed(stage="response assembly", error=failure)
             pending.error = IskanderError("the server failed to assemble the results")
@@ -309,7 +299,32 @@ class Exchange:
         if not data.header:
             return
         lane.require_worker()
-        plan, name = self._plan(lane, bytes(data.header)), self._terms.region
+        header = bytes(data.header)
+        plan = self._plans.find(lane, header)
+        if plan is None:
+            self._admission = self._loop.create_task(self._build_plan(lane, header))
+        else:
+            self._begin(plan)
+
+    async def _build_plan(self, lane: Lane, header: bytes) -> None:
+        """Open the stream with a new plan, which is built on a thread."""
+        try:
+            require_header(header)
+            plan = await self._plans.build(lane, header, self._call.caller)
+            self._admission = None
+            self._begin(plan)
+            self._read()
+        except IskanderError as error:
+            self._end(error)
+        except Exception as failure:
+            log.stream_failed(stage="open", error=failure)
+            self._end(IskanderError("the server failed to read the schema"))
+        self._admission = None
+
+    def _begin(self, plan: Plan) -> None:
+        """Send the response schema; batches can be read."""
+        self._plan = plan
+        name = self._terms.region
         if name:
             self._region(name)
             self._codec = SharedCodec(plan, self._limits, partial(self._region, name))
@@ -357,11 +372,17 @@ class Exchange:
         try:
             if pending is None:
                 required = self._codec.work_bytes(raw)
-                self._call.charge_memory(required)
-                work_bytes = required
-                parsed = await asyncio.to_thread(self._codec.read, raw)
+                async with self._plans.threads.turn(self._call.caller):
+                    self._call.charge_memory(required)
+                    work_bytes = required
+                    parsed = await self._plans.threads.run(self._codec.read, raw)
                 self._update_dictionary_charge()
                 pending = self._admit(parsed, len(raw))
+            elif isinstance(pending, PendingBatch) and pending.parsed.source_bytes:
+                # Built from columns, and not a part of the message.
+                required = sum(map(len, pending.tensors))
+                self._call.charge_memory(required)
+                work_bytes = required
             if isinstance(pending, SplitBatch):
                 await self._admit_portions(pending)
             elif pending is not None:
@@ -380,6 +401,8 @@ class Exchange:
             self._end(internal)
         finally:
             self._call.release_memory(work_bytes)
+            if work_bytes > TRIMMED_BYTES:
+                self._plans.threads.trim_later()
         self._admission = None
         self._read()
 
@@ -491,7 +514,8 @@ class Exchange:
         try:
             while unwritten and not call.is_blocked:
                 pending = unwritten[0]
-                if pending.response is None and pending.error is None:
+                is_over = pending.error is not None
+                if not is_over and (pending.response is None or self._renders_later(pending)):
                     break
                 unwritten.popleft()
                 self._window.leave(pending.held_bytes)
@@ -516,6 +540,31 @@ class Exchange:
         elif call.has_input:
             self._read()
         return None
+
+    def _renders_later(self, pending: PendingBatch | SplitBatch | RejectedBatch) -> bool:
+        """Whether a response is rendered on a thread, because it has new and large dictionaries.
+
+        Only the first response is, so that they keep their order.
+        """
+        assert self._codec is not None
+        if not self._is_rendering and self._codec.is_slow_to_render(pending.response):
+            self._is_rendering = True
+            task = self._loop.create_task(self._render_on_thread(pending))
+            self._preparations.add(task)
+            task.add_done_callback(self._preparations.discard)
+        return self._is_rendering
+
+    async def _render_on_thread(self, pending: PendingBatch | SplitBatch | RejectedBatch) -> None:
+        codec: StreamCodec | None = self._codec
+        assert codec is not None
+        try:
+            async with self._plans.threads.turn(self._call.caller):
+                pending.response = await self._plans.threads.run(codec.rendered, pending.response)
+        except Exception as failure:
+            log.stream_failed(stage="response rendering", error=failure)
+            pending.error = IskanderError("the server failed to render the results")
+        self._is_rendering = False
+        self._write_soon()
 
     def _trace(
         self, pending: PendingBatch | SplitBatch | RejectedBatch, error: IskanderError | None

@@ -28,6 +28,13 @@ from iskander.contract.manifest import InputColumn
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError
 
+TEXT_BYTES = 8
+"""Offsets of a string, as sent and as stored."""
+MASK_BYTES = 2
+"""Masks of an element."""
+CAST_BYTES = 24
+"""Intermediate values of an element that is cast or rescaled."""
+
 
 class Buffers(NamedTuple):
     """One tensor as an arena stores it: values, or string offsets and bytes."""
@@ -61,6 +68,44 @@ class InputBuilder:
             else:
                 self.paths.append(path)
                 self.is_nested = self.is_nested or len(path.indices) > 1
+
+    @property
+    def row_decoded_bytes(self) -> int:
+        """Bytes of each row as sent and decoded, or as the tensor; without those of strings."""
+        return self._row_elements * max(self._item_bytes, self._tensor_bytes)
+
+    @property
+    def row_work_bytes(self) -> int:
+        """Temporary memory for each row, without the bytes of strings."""
+        item, tensor = self._item_bytes, self._tensor_bytes
+        # Decoded, without nulls, and as the tensor; list elements also have an index.
+        each = 2 * (item + tensor) + MASK_BYTES
+        if item != tensor:
+            each += CAST_BYTES
+        if self.sent.is_ragged:
+            each += 2 * arrays.INDEX_BYTES
+        return self._row_elements * each
+
+    @property
+    def _row_elements(self) -> int:
+        return max(self.spec.elements, len(self.paths))
+
+    @property
+    def _item_bytes(self) -> int:
+        return max((arrays.item_bytes(path.type) for path in self.paths), default=0)
+
+    @property
+    def _tensor_bytes(self) -> int:
+        return TEXT_BYTES if self.spec.is_string else max(self.spec.type.dtype.arrow_bits // 8, 1)
+
+    @property
+    def expands_text(self) -> bool:
+        """Whether a few bytes of strings may become many."""
+        types = pa.types
+        return self.sent.is_text and any(
+            not (types.is_string(path.type) or types.is_large_string(path.type))
+            for path in self.paths
+        )
 
     def text_bytes(self, batch: pa.RecordBatch) -> int:
         """Bytes of the entry's strings when decoded."""

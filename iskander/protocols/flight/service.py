@@ -25,7 +25,7 @@ from iskander.errors import Draining, IskanderError, MalformedInput, Overloaded,
 from iskander.measurement.recent_values import RecentValues
 from iskander.protocols.flight.batch_limits import batch_limits
 from iskander.protocols.flight.exchange import OPEN_S, Exchange
-from iskander.protocols.flight.plan import Plan
+from iskander.protocols.flight.plans import Plans
 from iskander.protocols.flight.regions import RegionServer
 from iskander.protocols.flight.sources import FlightSources
 from iskander.repository.models import Models, describe
@@ -37,9 +37,6 @@ from iskander.sources.query import SourceQuery, read_query
 from iskander.transport.http2.call import Call
 
 SERVICE = "arrow.flight.protocol.FlightService"
-PLAN_HEADER_BYTES_MAX = 65_536
-PLANS_MAX = 256
-"""Cached plans; building one costs a fraction of a millisecond."""
 
 ACTIONS = {
     "health": "Readiness of the server and of each model; one JSON object.",
@@ -66,6 +63,7 @@ class FlightService:
 
     Attributes:
         audit: Records loads, unloads, drains and reloads.
+        plans: Plans of open streams, and a cache of others.
         sources: Sources of the configuration; None without any.
         operate: Runs the actions `drain` and `reload` of an operator; None if they are unavailable.
     """
@@ -77,7 +75,7 @@ class FlightService:
         *,
         input_arena: InputArena,
         dispatcher: Dispatcher,
-        limits: LimitsConfig,
+        plans: Plans,
         stats: Callable[[], dict[str, Any]],
         recent: RecentValues,
         regions: RegionServer,
@@ -86,11 +84,11 @@ class FlightService:
         self._peers = peers
         self._input_arena = input_arena
         self._dispatcher = dispatcher
-        self.limits = limits
+        self.limits = plans.limits
         self._stats = stats
         self._recent = recent
         self._regions = regions
-        self._plans: dict[tuple[int, bytes], Plan] = {}
+        self.plans = plans
         self.exchanges: dict[Exchange, Grant] = {}
         self.sources: FlightSources | None = None
         self.operate: Callable[[str], Awaitable[dict[str, Any]]] | None = None
@@ -115,7 +113,7 @@ class FlightService:
     def configure(self, limits: LimitsConfig) -> None:
         """Apply the limits to new streams; open ones keep theirs."""
         self.limits = limits
-        self._plans.clear()
+        self.plans.configure(limits)
 
     def check_grants(self) -> None:
         """Stop streams whose grant was revoked."""
@@ -130,19 +128,6 @@ class FlightService:
                 exchange.stop(error)
         if self.sources is not None:
             self.sources.check_grants()
-
-    def plan(self, lane: Lane, header: bytes) -> Plan:
-        """The plan for a lane and a schema, cached. Raises as `Plan` does."""
-        key = (lane.model.key, header)
-        plan = self._plans.get(key)
-        if plan is None:
-            assert lane.contract is not None
-            plan = Plan(header, lane.contract, self.limits)
-            if len(self._plans) >= PLANS_MAX:
-                self._plans.clear()
-            if len(header) <= PLAN_HEADER_BYTES_MAX:
-                self._plans[key] = plan
-        return plan
 
     async def do_exchange(self, call: Call) -> None:
         """Serve a stream; see `Exchange`."""
@@ -159,7 +144,7 @@ class FlightService:
             limits=self.limits,
             find=partial(self._find, call.grant),
             region=self._regions.find,
-            plan=self.plan,
+            plans=self.plans,
             models=self.models,
         )
         self.exchanges[exchange] = call.grant
@@ -240,7 +225,6 @@ class FlightService:
         own = NO_LIMITS if quota is None else quota.limits
         described = describe(lane) | {"limits": batch_limits(lane.contract, self.limits, own)}
         described |= self.models.describe_versions(lane.model.name)
-        described["all_runtimes"] = self.models.has_all_runtimes(lane)
         inputs = request_schema(lane.contract).serialize().to_pybytes()
         return [msgspec.json.encode(described), inputs, _result_schema(lane)]
 

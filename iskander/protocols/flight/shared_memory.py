@@ -85,4 +85,4 @@ def _body_location(raw: bytes | memoryview) -> BodyLocation | None:
     if len(data.app_metadata) > 2 * HEADER_BYTES_MAX:
         size = f"{len(data.app_metadata)} bytes, limit {2 * HEADER_BYTES_MAX}"
         raise LimitExceeded(f"the batch's body location has {size}")
-    return read_body_location(data.app_metadata)
+    return read_body_location(bytes(data.app_metadata))

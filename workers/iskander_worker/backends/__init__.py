@@ -92,10 +92,7 @@ class Bound(Protocol):
 
 
 class Model(Protocol):
-    """One loaded model version; `providers` and `threads` are shown to the operator.
-
-    `library`, if it has one, is the name and version of what computes its batches.
-    """
+    """One loaded model version; `providers` and `threads` are shown to the operator."""
 
     graph: Graph
     providers: tuple[str, ...]

@@ -91,8 +91,7 @@ def load(spec: ModelSpec, cores: int) -> PythonModel:
 class PythonModel:
     """A loaded class."""
 
-    library = f"Python {sys.version.split()[0]}"
-    providers = (library,)
+    providers = (f"Python {sys.version.split()[0]}",)
 
     def __init__(self, spec: ModelSpec, threads: int) -> None:
         manifest = require_manifest(spec)

@@ -156,7 +156,6 @@ class _Load:
                 load_ms,
                 session.files_sha256,
                 session.relation,
-                session.library,
             ),
         ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+import tracemalloc
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -24,12 +25,13 @@ from support.arrow_memory import peak_of
 from iskander.arrow import ipc
 from iskander.config.schema import HEADER_BYTES_MAX, LimitsConfig
 from iskander.contract.column_types import ColumnType, parse_column_type
-from iskander.contract.manifest import Passthrough
+from iskander.contract.manifest import InputColumn, Passthrough
 from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.protocols.flight import dictionaries as flight_dictionaries
 from iskander.protocols.flight.codec import LongMessage, ParsedBatch, StreamCodec
 from iskander.protocols.flight.data import data_head, read_flight_data
+from iskander.protocols.flight.dictionaries import REPEATED_BYTES, REPEATED_PER_BYTE
 from iskander.protocols.flight.plan import Plan
 
 LIMITS = LimitsConfig()
@@ -587,7 +589,9 @@ def test_dictionary_is_decoded_and_sent_once(
     validations = []
     original = flight_dictionaries._Validated
     monkeypatch.setattr(
-        flight_dictionaries, "_Validated", lambda array: validations.append(1) or original(array)
+        flight_dictionaries,
+        "_Validated",
+        lambda array, limits: validations.append(1) or original(array, limits),
     )
     column = large_dictionary(kind=kind)
     contract = contract_of(spec("d", "utf8")) if is_input else contract_of()
@@ -626,7 +630,7 @@ def test_invalid_batch_does_not_affect_the_next_one() -> None:
 
 
 def test_long_decoding_is_not_done_on_the_loop() -> None:
-    """A small message that expands, and a batch that decodes a dictionary again."""
+    """A small message that expands; an error changes nothing."""
     zeros = pa.array(np.zeros(1 << 20, np.int64))
     schema, bomb = messages(batch_of(x=zeros), compression="zstd")
     stream = Stream(contract_of(), schema[0])
@@ -635,12 +639,269 @@ def test_long_decoding_is_not_done_on_the_loop() -> None:
         stream.codec.decode(memoryview(bomb[0]), memoryview(bomb[1]), b"", is_on_loop=True)
     assert len(stream.decode([bomb])) == 1
 
-    columns = {"x": x_of(2), "d": pa.StructArray.from_arrays([large_dictionary()], ["d"])}
-    schema, dictionary, batch = messages(batch_of(**columns))
+
+@pytest.mark.parametrize("kind", ["struct", "list", "map", "dictionary of structs"])
+def test_dictionary_inside_a_type_is_validated_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of 200 bytes validated all of its values; they cost as much as their own bytes."""
+    validated = []
+    original = flight_dictionaries.require_valid
+    monkeypatch.setattr(
+        flight_dictionaries,
+        "require_valid",
+        lambda array, limits: validated.append(len(array)) or original(array, limits),
+    )
+    words = large_dictionary()
+    inner = pa.StructArray.from_arrays([words], ["d"])
+    columns = {
+        "struct": inner,
+        "list": pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), words),
+        "map": pa.MapArray.from_arrays(pa.array([0, 1, 2], pa.int32()), words, words),
+        "dictionary of structs": pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int8()), inner),
+    }
+    column = columns[kind]
+    schema, *dictionaries, batch = messages(batch_of(x=x_of(2), d=column))
+    stream = Stream(contract_of(), schema[0], string_bytes=1 << 30)
+    assert not stream.decode(dictionaries)
+    counts = len(validated)
+    assert counts
+    for _ in range(20):
+        header, body = map(memoryview, batch)
+        parsed = stream.codec.decode(header, body, b"", is_on_loop=True)
+        assert parsed is not None
+    assert len(validated) == counts
+    (response,) = stream.read(stream.respond([batch]))
+    assert response.column("d").to_pylist() == column.to_pylist()
+
+
+@pytest.mark.parametrize("kind", ["struct", "list", "map", "union", "view of lists", "large list"])
+def test_index_outside_a_dictionary_inside_a_type_is_rejected(kind: str) -> None:
+    """Also after batches with valid indices, and before others."""
+
+    def column_of(index: int, *values: str) -> pa.Array:
+        words = pa.DictionaryArray.from_arrays(
+            pa.array([0, index], pa.int8()), pa.array(values), safe=False
+        )
+        offsets = pa.array([0, 1, 2], pa.int32())
+        if kind == "struct":
+            return pa.StructArray.from_arrays([words], ["d"])
+        if kind == "map":
+            return pa.MapArray.from_arrays(offsets, pa.array(["a", "b"]), words)
+        if kind == "union":
+            return pa.UnionArray.from_sparse(pa.array([0, 0], pa.int8()), [words])
+        if kind == "view of lists":
+            return pa.ListViewArray.from_arrays(
+                pa.array([0, 1], pa.int32()), pa.array([1, 1], pa.int32()), words
+            )
+        if kind == "large list":
+            return pa.LargeListArray.from_arrays(offsets.cast(pa.int64()), words)
+        return pa.ListArray.from_arrays(offsets, words)
+
+    schema, dictionary, valid = messages(batch_of(x=x_of(2), d=column_of(1, "a", "b")))
+    _, _, invalid = messages(batch_of(x=x_of(2), d=column_of(2, "a", "b", "c")))
     stream = Stream(contract_of(), schema[0])
-    stream.decode([dictionary])
+
+    assert len(stream.decode([dictionary, valid, valid])) == 2
+    decode_error(stream, [invalid], MalformedInput)
+    assert len(stream.decode([valid])) == 1
+
+
+def runs_of(rows: int, values: pa.Array) -> pa.Array:
+    """One run of `rows` equal values."""
+    return pa.RunEndEncodedArray.from_arrays(pa.array([rows], pa.int32()), values)
+
+
+def repeated(rows: int, values: pa.Array) -> pa.Array:
+    """Rows with the only entry of a dictionary."""
+    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int8)), values)
+
+
+def view_of(rows: int, text: bytes, kind: pa.DataType | None = None) -> pa.Array:
+    """Views of the same bytes."""
+    views = np.zeros((rows, 4), np.int32)
+    views[:, 0] = len(text)
+    views[:, 1] = int.from_bytes(text[:4], "little")
+    buffers = [None, pa.py_buffer(views.tobytes()), pa.py_buffer(text)]
+    return pa.Array.from_buffers(kind or pa.string_view(), rows, buffers)
+
+
+ROW = fixed_list(pa.array(np.zeros(64, np.float32)), 64)
+WORD = pa.array(["w" * 1000])
+EXPANDING = {
+    "runs": ("fixed_size_list<float32>[64]", lambda rows: runs_of(rows, ROW)),
+    "dictionary": ("fixed_size_list<float32>[64]", lambda rows: repeated(rows, ROW)),
+    "runs of numbers": ("int64", lambda rows: runs_of(64 * rows, x_of(1))),
+    "runs of text": ("utf8", lambda rows: runs_of(rows, WORD)),
+    "dictionary of text": ("utf8", lambda rows: repeated(rows, WORD)),
+    "views": ("utf8", lambda rows: view_of(rows, b"w" * 1000)),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDING)
+def test_small_batch_that_becomes_large_is_decoded_on_a_thread(name: str) -> None:
+    """Its decoded size counts, and not that of its message; a small one is decoded at once."""
+    type_text, column_of = EXPANDING[name]
+    contract = contract_of(spec("x", type_text))
+    for rows, is_long in ((100, False), (5000, True)):
+        schema, *dictionaries, (header, body) = messages(batch_of(x=column_of(rows)))
+        stream = Stream(contract, schema[0])
+        assert not stream.decode(dictionaries)
+        parts = memoryview(header), memoryview(body), b""
+        if is_long:
+            with pytest.raises(LongMessage):
+                stream.codec.decode(*parts, is_on_loop=True)
+            assert stream.decode([(header, body)])
+        else:
+            assert stream.codec.decode(*parts, is_on_loop=True) is not None
+
+
+@pytest.mark.parametrize("name", EXPANDING)
+def test_temporary_memory_of_a_batch_is_known_before_it_is_decoded(name: str) -> None:
+    """Of Arrow and of NumPy: at most the charged bytes, and not many times less than them."""
+    type_text, column_of = EXPANDING[name]
+    schema, *rest = messages(batch_of(x=column_of(15_000)))
+    *dictionaries, (header, body) = rest
+    stream = Stream(contract_of(spec("x", type_text)), schema[0])
+    stream.decode(dictionaries)
+    charged = stream.codec.work_bytes(data_head(header, b"", len(body)) + body)
+
+    def decode() -> int:
+        tracemalloc.start()
+        try:
+            assert len(stream.decode([(header, body)])) == 1
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    python_peak, arrow_peak = peak_of(decode)
+
+    assert python_peak + arrow_peak <= charged + (1 << 16)
+
+
+CASTS = {
+    "decimal": ("float64", "decimal", pa.array([1.5]).cast(pa.decimal128(38, 9))),
+    "wide decimal": ("float32", "decimal", pa.array([1.5]).cast(pa.decimal256(76, 9))),
+    "integer": ("float64", "int8", pa.array([1], pa.int8())),
+    "nulls": ("float32", "int8", pa.array([None], pa.int8())),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("kind", ["runs", "dictionary"])
+def test_temporary_memory_of_a_cast_is_known_before_it(name: str, kind: str) -> None:
+    tensor, type_text, values = CASTS[name]
+    entry = InputColumn(
+        tensor="x",
+        column="x",
+        type=type_text,
+        conversion="number" if type_text == "decimal" else None,
+        cast=type_text != "decimal",
+        nulls="fill",
+        fill=0.0,
+    )
+    contract = msgspec.structs.replace(contract_of(spec("x", tensor)), sources=(entry,))
+    column = (runs_of if kind == "runs" else repeated)(200_000, values)
+    schema, *dictionaries, (header, body) = messages(batch_of(x=column))
+    stream = Stream(contract, schema[0])
+    stream.decode(dictionaries)
+    charged = stream.codec.work_bytes(data_head(header, b"", len(body)) + body)
+
+    def decode() -> int:
+        tracemalloc.start()
+        try:
+            assert len(stream.decode([(header, body)])) == 1
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    python_peak, arrow_peak = peak_of(decode)
+
+    assert python_peak + arrow_peak <= charged + (1 << 16)
+
+
+@pytest.mark.parametrize("place", ["column", "list", "struct", "input", "dictionary"])
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()])
+def test_views_of_the_same_bytes_are_limited(place: str, kind: pa.DataType) -> None:
+    """Validation reads the bytes of each view: 65,536 views of 1 MiB are 64 GiB."""
+    views = view_of(65_536, b"v" * (1 << 20), kind)
+    rows = len(views)
+    columns: dict[str, pa.Array] = {"x": x_of(rows)}
+    contract = contract_of()
+    if place == "list":
+        columns["v"] = fixed_list(views, 1)
+    elif place == "struct":
+        columns["v"] = pa.StructArray.from_arrays([views], ["v"])
+    elif place == "dictionary":
+        columns["v"] = pa.DictionaryArray.from_arrays(x_of(rows).cast(pa.int32()), views)
+    else:
+        columns["v"] = views
+    if place == "input":
+        contract = contract_of(spec("x", "int64"), spec("v", "utf8"))
+        if kind == pa.binary_view():
+            contract = contract_of(spec("x", "int64"), spec("v", "binary"))
+    schema, *rest = messages(batch_of(**columns))
+    stream = Stream(contract, schema[0])
+
+    error = decode_error(stream, rest, LimitExceeded)
+
+    words = "string views of a dictionary" if place == "dictionary" else "string bytes, limit"
+    assert words in error.message
+
+
+def delta_messages(bytes_first: int, count: int) -> list[tuple[bytes, bytes]]:
+    """A schema, a large dictionary, a batch, and deltas of one value."""
+    first = pa.DictionaryArray.from_arrays(pa.array([0], pa.int32()), x_of(bytes_first // 8))
+    small = pa.DictionaryArray.from_arrays(pa.array([0], pa.int32()), x_of(1))
+    grown = pa.DictionaryArray.from_arrays(pa.array([0], pa.int32()), x_of(2))
+    schema, dictionary, batch = messages(batch_of(x=first))
+    *_, delta, _ = messages(batch_of(x=small), batch_of(x=grown), emit_dictionary_deltas=True)
+    return [schema, dictionary, batch, *[delta, batch] * count]
+
+
+def test_deltas_of_a_large_dictionary_are_limited_by_received_bytes() -> None:
+    """Each copies and validates the whole dictionary: 170 bytes would cost 56 MiB."""
+    decoded = 0
+    size = 1 << 22
+    schema, *rest = delta_messages(size, 250)
+    stream = Stream(contract_of(), schema[0])
+
+    with pytest.raises(LimitExceeded, match="send larger deltas, or whole dictionaries"):
+        for message in rest:
+            decoded += not stream.decode([message])
+
+    received = sum(map(len, itertools.chain(*rest)))
+    assert 4 <= decoded <= (REPEATED_BYTES + REPEATED_PER_BYTE * received) // size + 2
+
+
+def test_small_dictionary_may_have_many_deltas() -> None:
+    schema, *rest = delta_messages(800, 250)
+
+    assert len(Stream(contract_of(), schema[0]).decode(rest)) == 251
+
+
+def test_delta_of_a_large_dictionary_is_not_decoded_on_the_loop() -> None:
+    schema, dictionary, batch, delta, *_ = delta_messages(1 << 20, 1)
+    stream = Stream(contract_of(), schema[0])
+    stream.decode([dictionary, batch])
+
     with pytest.raises(LongMessage):
-        stream.codec.decode(memoryview(batch[0]), memoryview(batch[1]), b"", is_on_loop=True)
+        stream.codec.decode(memoryview(delta[0]), memoryview(delta[1]), b"", is_on_loop=True)
+    assert stream.codec.work_bytes(data_head(delta[0], b"", len(delta[1])) + delta[1]) > 1 << 21
+
+
+def test_dictionaries_decoded_again_after_errors_are_limited() -> None:
+    """An invalid batch leaves the reader at an undefined position."""
+    schema, dictionary, (header, body), *_ = delta_messages(1 << 22, 1)
+    stream = Stream(contract_of(), schema[0])
+    stream.decode([dictionary, (header, body)])
+    read = ipc.read_batch(header, ipc.read_message(header))
+    forged = patched(header, (read.buffers[2], read.buffers[3]), (0, 1 << 20))
+
+    with pytest.raises(LimitExceeded, match=r"decode .* of dictionaries again"):
+        for _ in range(100):
+            decode_error(stream, [(forged, body)], MalformedInput)
+            stream.decode([(header, body)])
 
 
 def test_memory_of_decoded_dictionaries_is_counted() -> None:

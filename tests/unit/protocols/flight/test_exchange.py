@@ -33,6 +33,8 @@ from iskander.protocols.flight.codec import StreamCodec
 from iskander.protocols.flight.data import read_flight_data
 from iskander.protocols.flight.exchange import Exchange, RejectedBatch
 from iskander.protocols.flight.plan import Plan
+from iskander.protocols.flight.plans import Plans
+from iskander.transport.receive_budget import ReceiveBudget
 
 CONTRACT = Contract(
     inputs=(TensorSpec("x", "x", ColumnType("int64"), ()),),
@@ -50,7 +52,7 @@ def exchange_of(call: Any) -> Exchange:
         limits=Config().limits,
         find=unused,
         region=unused,
-        plan=unused,
+        plans=Plans(Config().limits, ReceiveBudget(1 << 30)),
         models=unused,
     )
 
@@ -146,6 +148,7 @@ async def test_error_of_a_dictionary_ends_a_stream_with_in_band_errors(cause: st
         send=lambda *parts: responses.append(b"".join(parts)),
         charge_memory=refuse,
         release_memory=lambda _: None,
+        caller=None,
     )
     stream = exchange_of(call)
     stream.target.lane = lane_of(contract=CONTRACT)
@@ -217,7 +220,8 @@ async def sent(*responses: list[bytes]) -> list[bytes]:
     (call,) = peer.calls.values()
     stream = exchange_of(call)
     stream._codec = SimpleNamespace(  # type: ignore[assignment]
-        frames=lambda response: [(each,) for each in response]
+        frames=lambda response: [(each,) for each in response],
+        is_slow_to_render=lambda _: False,
     )
     running = asyncio.create_task(stream.run())
     await asyncio.sleep(0)

@@ -193,7 +193,7 @@ def test_in_band_error_replaces_an_assembled_result() -> None:
     plan = Plan(ipc.header_of(schema.serialize()), contract, LIMITS)
     (frame,) = StreamCodec(plan, LIMITS).error_frames(ExecutionFailed("no"))
     data = read_flight_data(b"".join(map(bytes, frame)))
-    assert b"execution_failed" in data.app_metadata
+    assert b"execution_failed" in bytes(data.app_metadata)
     stream = ipc.encapsulate(plan.response_header) + ipc.encapsulate(data.header, data.body)
     (response,) = pa.ipc.open_stream(stream)
     assert (response.num_rows, response.schema.names) == (0, ["query", "place", "top"])

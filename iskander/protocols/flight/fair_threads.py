@@ -1,0 +1,86 @@
+"""Threads for conversions and plans: few of them, and callers take turns.
+
+A message of 500 bytes may need 100 ms of a thread. Two threads leave cores for the event loop and
+the workers, and a caller with a thousand such messages delays another by one or two of them.
+
+Runs on: gateway loop, and threads of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar
+
+import pyarrow as pa
+
+THREADS_MAX: Final = 2
+TRIM_S: Final = 1.0
+"""Pause between large conversions and the return of their memory."""
+Result = TypeVar("Result")
+
+
+class FairThreads:
+    """Threads with a queue of turns for each caller; a caller is any hashable object."""
+
+    def __init__(self, count: int = THREADS_MAX) -> None:
+        self._free = count
+        self._waiting: OrderedDict[object, deque[asyncio.Future[None]]] = OrderedDict()
+        self._executor = ThreadPoolExecutor(count, "convert")
+        self._trim: asyncio.TimerHandle | None = None
+
+    @asynccontextmanager
+    async def turn(self, caller: object) -> AsyncIterator[None]:
+        """Wait for a free thread; memory that the work needs is charged inside."""
+        if self._free and not self._waiting:
+            self._free -= 1
+        else:
+            await self._wait(caller)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def run(self, function: Callable[..., Result], *args: object) -> Result:
+        """Run a function on a thread; call within a turn."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    def trim_later(self) -> None:
+        """Return memory that pyarrow has freed to the system, after a while."""
+        if self._trim is None:
+            loop = asyncio.get_running_loop()
+            self._trim = loop.call_later(TRIM_S, self._trim_now, loop)
+
+    def _trim_now(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._trim = None
+        loop.run_in_executor(self._executor, pa.default_memory_pool().release_unused)
+
+    async def _wait(self, caller: object) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            queue = self._waiting.get(caller)
+            if queue is not None and turn in queue:
+                queue.remove(turn)
+                if not queue:
+                    del self._waiting[caller]
+            elif turn.done() and not turn.cancelled():
+                self._leave()  # It was this caller's turn.
+            raise
+
+    def _leave(self) -> None:
+        """Give the thread to the caller whose last turn is the longest ago."""
+        while self._waiting:
+            caller, queue = self._waiting.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[caller] = queue  # Behind all others.
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._free += 1
