@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from iskander.cli import command
@@ -232,6 +232,8 @@ class _Server(NamedTuple):
     """Client of the server, and what differs between servers and engines.
 
     Attributes:
+        addresses: Addresses of all servers.
+        options: Options of clients of them.
         lost: Returns an error if a private server has ended.
         open_unit: `Parts.open_unit` of an engine; None: here.
         streams: Default of `--concurrency`; None: that of a job here.
@@ -239,6 +241,8 @@ class _Server(NamedTuple):
     """
 
     client: Client
+    addresses: tuple[str, ...] = ()
+    options: Mapping[str, Any] = MappingProxyType({})
     lost: Callable[[], IskanderError | None] = lambda: None
     open_unit: Callable[[Shared, Unit], RunningUnit] | None = None
     streams: int | None = None
@@ -260,14 +264,15 @@ def _connected(arguments: argparse.Namespace, token: str | None, streams: int) -
         with _ray_servers(arguments, model, options) as server:
             yield server
     elif arguments.server:
-        with Client(_names(arguments.server), **options) as client:
-            yield _Server(client)
+        addresses = _names(arguments.server)
+        with Client(addresses, **options) as client:
+            yield _Server(client, addresses, options)
     else:
         with (
             private_server(model, config=arguments.config) as private,
             Client(private.address, **options) as client,
         ):
-            yield _Server(client, private.lost)
+            yield _Server(client, lost=private.lost)
 
 
 def _retry(streams: int) -> Retry:
@@ -307,6 +312,8 @@ def _ray_servers(
         client = stack.enter_context(Client(servers.addresses(), **options))
         yield _Server(
             client,
+            servers.addresses(),
+            options,
             open_unit=RayUnits(servers, options),
             streams=cluster.cpus(),
             stall_s=STALL_S,
@@ -314,6 +321,7 @@ def _ray_servers(
 
 
 def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
+    from iskander.engines.runtimes import common_runtimes
     from iskander.scoring.journal import Journal
     from iskander.scoring.planning import csv_types, describe, plan_job
     from iskander.scoring.runner import Stop
@@ -331,6 +339,7 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
             earlier = journal.plan()
             version = None if earlier is None else earlier.version
         description = describe(server.client, job.model, version)
+        common_runtimes(description, server.addresses, server.options)
         source = open_source(
             job.inputs,
             unit_bytes=job.unit_bytes,

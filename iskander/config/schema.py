@@ -181,10 +181,11 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
         recycle_rss_bytes: Resident bytes, arenas included, above which a worker is recycled; 0: no
             limit.
         crash_loop: Consecutive deaths, each within 10 s of service, that are a crash loop.
-        model_deaths: Worker deaths during batches of one model, within `model_deaths_s`, before the
-            model gets a worker of its own. After as many deaths there, its requests are rejected
-            for `quarantine_s`. 0: no limit.
-        model_deaths_s: Seconds over which `model_deaths` are counted.
+        model_deaths: Deaths of a model's own worker during its batches, within `model_deaths_s`,
+            before its requests are rejected for `quarantine_s`. A model of the shared workers gets
+            one of its own after the first death. 0: neither.
+        model_deaths_s: Seconds over which `model_deaths` are counted, and after which a model
+            without a death returns to the shared workers; doubled each time it leaves them.
         quarantine_s: Seconds for which the requests of a model are rejected; doubled, up to an
             hour, each time the model ends a worker again soon after.
         reattach_s: Seconds for which workers wait for a new gateway after theirs died, or after any

@@ -28,7 +28,7 @@ from iskander.contract.row_relation import RowRelation
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 RUN_NS_MAX = 86_400 * NS_PER_S
 """Of a batch; a faulty clock must not decide which lane is next."""
 
@@ -231,6 +231,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
         files_sha256: Hash of the names and contents of the model's files, in hexadecimal; empty if
             there are too many files.
         rows: Whether its rows affect each other's results.
+        library: Name and version of the library that computes its batches; empty if unknown.
     """
 
     model: int
@@ -240,6 +241,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     load_ms: float
     files_sha256: str = ""
     rows: RowRelation = RowRelation()
+    library: str = ""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -37,6 +37,7 @@ class ScoreSpec:
         renamed: Name of the dataset's column for an input's name, where they differ.
         servers: Source of addresses.
         client: Options of the clients.
+        runtimes: Terms of the calls, which only servers with the driver's runtimes accept.
         on_error: `fail` or `null`.
         timeout_s: Timeout of a call with a batch, retries included.
         wait_s: Time for which a batch waits while no server is available.
@@ -47,6 +48,7 @@ class ScoreSpec:
     renamed: Mapping[str, str]
     servers: Servers
     client: Mapping[str, Any]
+    runtimes: Mapping[str, str] = field(default_factory=dict)
     on_error: str
     timeout_s: float
     wait_s: float
@@ -135,7 +137,7 @@ class Scorer:
             sent,
             version=spec.version,
             columns=spec.renamed,
-            terms={"ttl_ms": TTL_MS},
+            terms={"ttl_ms": TTL_MS, **spec.runtimes},
             timeout_s=spec.timeout_s,
         )
 

@@ -10,16 +10,19 @@ supervisor = Source("iskander.supervisor", "model")
 
 
 @supervisor.error("model")
-def model_isolated(*, model: str, deaths: int, window_s: float) -> str:
-    """Batches of a model ended shared workers; it gets a worker of its own.
+def model_isolated(*, model: str) -> str:
+    """A batch of a model ended a shared worker; the model gets a worker of its own.
 
-    Do: Find out why it ends workers, for example by its memory. Until then, give it workers of its
-    own (`models.workers`) with the next restart.
+    Do: Find out which data or memory ends its workers. If it happens again and again, give it
+    workers of its own (`models.workers`) with the next restart.
     """
-    return (
-        f"model {model} moves to an isolated worker: {deaths} deaths in {window_s:g} s "
-        "(`workers.model_deaths`)"
-    )
+    return f"model {model} moves to an isolated worker: its batch ended a shared worker"
+
+
+@supervisor.info("model")
+def model_returned(*, model: str) -> str:
+    """An isolated model has ended no worker for some time; shared workers load it again."""
+    return f"model {model} returns to the shared workers"
 
 
 @supervisor.error("model")

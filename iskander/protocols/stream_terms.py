@@ -49,6 +49,7 @@ class StreamTerms:
         self._header_terms = terms = _header_terms(headers)
         self._cache: dict[bytes, Terms] | None = None
         self.is_in_band = terms.errors == "in-band"  # The error of a batch replaces its result.
+        self.runtimes = terms.runtimes  # Names of the permitted runtimes; empty for all.
         self.region = terms.region  # Name of the shared-memory region; empty for none.
         # No other caller can guess the name.
         self._client = self._qualified(terms.client or f"stream {secrets.token_hex(8)}")

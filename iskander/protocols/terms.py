@@ -78,12 +78,15 @@ class HeaderTerms(ClientTerms, frozen=True, forbid_unknown_fields=True):
         region: Name of the shared-memory region with the client's batches.
         read: Identity of the read of a source whose reader process sends the stream.
         hops: Gateways that the call passed before, each with a remote model.
+        runtimes: Names of `runtimes` in the contract with ` | ` between them; a model that runs
+            with another one rejects the call, because the last bits of its results may differ.
     """
 
     errors: Literal["end", "in-band"] = "end"
     region: str = ""
     read: str = ""
     hops: Annotated[int, Meta(ge=0)] = 0
+    runtimes: str = ""
 
 
 NO_HEADER_TERMS: Final = HeaderTerms()

@@ -15,6 +15,7 @@ import pyarrow as pa
 from iskander.client import Client
 from iskander.engines.addresses import Servers
 from iskander.engines.columns import plan_columns
+from iskander.engines.runtimes import common_runtimes
 from iskander.engines.scorer import Scorer, ScoreSpec
 from iskander.errors import ConfigError
 from iskander.ray import cluster
@@ -65,8 +66,7 @@ def score(  # noqa: PLR0913 - options of one job, all by keyword
         batch_rows: Rows of a batch.
         block_rows: Rows of the blocks that the data is cut into for the actors; None: as it is.
         concurrency: Number of actors, or (minimum, maximum); None: one to two for each server.
-        num_cpus: CPUs that Ray reserves for each actor. A fraction of a CPU on every node leaves
-            no whole one for other tasks.
+        num_cpus: CPUs that Ray reserves for each actor; a fraction leaves others no whole CPU.
         on_error: `fail`, or `null` for null results of the rows that the model rejects.
         timeout_s: Timeout of a batch, retries included.
         wait_s: Time for which a batch waits while no server is available.
@@ -74,10 +74,10 @@ def score(  # noqa: PLR0913 - options of one job, all by keyword
 
     Raises:
         ConfigError: An option is invalid, or a column of `keep` is missing.
-        ContractError: A column is missing, has another type, or has the name of a result; if the
-            dataset's schema is known.
+        ContractError: A column that is known is missing, of another type, or named as a result.
         ModelNotFound: There is no such model or version.
         NotReady: No server is ready, or this process cannot reach one.
+        RuntimeDiffers: Servers run the model with different libraries, providers or threads.
     """
     data = cluster.ray().data
     _require_options(data, dataset, on_error, batch_rows=batch_rows, block_rows=block_rows)
@@ -92,6 +92,7 @@ def score(  # noqa: PLR0913 - options of one job, all by keyword
         renamed=dict(columns or {}),
         servers=servers,
         client=options,
+        runtimes=common_runtimes(description, servers.addresses(), options),
         on_error=on_error,
         timeout_s=timeout_s,
         wait_s=wait_s,

@@ -23,6 +23,7 @@ from iskander.client import Client
 from iskander.engines.addresses import Addresses, Servers
 from iskander.errors import Cancelled, IskanderError, NotReady
 from iskander.ray import cluster
+from iskander.scoring.execution import runtime_terms
 from iskander.scoring.job import Job
 from iskander.scoring.journal import Finished
 from iskander.scoring.plan import Unit
@@ -149,6 +150,7 @@ def _run(work: _Work, unit: Unit) -> _Result | IskanderError:
             budget=work.budget,
             quarantine=work.quarantine,
             on_rows=lambda rows: None,
+            terms=runtime_terms(work.planned.description),
         )
         staged, finished = UnitRun(shared, unit).run()
     except IskanderError as error:

@@ -18,6 +18,7 @@ from iskander.repository.routing import Routing, shadow_route
 from iskander.repository.specs import loading_spec, model_spec, quorum_of
 from iskander.scheduling.lane import Lane
 from iskander.supervision.file_freshness import FileFreshness
+from iskander.supervision.lifecycle import State
 from iskander.supervision.readiness import reason_of
 from iskander.supervision.worker import Worker
 
@@ -127,6 +128,21 @@ class Models:
         """Whether the startup is complete: every required model is ready or has failed."""
         is_known = not self.is_scanning and not self.pending
         return is_known and all(lane.is_ready for lane in self._required)
+
+    def has_all_runtimes(self, lane: Lane) -> bool:
+        """Whether the runtimes of a lane are those of all workers that can load the model.
+
+        Workers with equal devices and numbers of cores have one runtime.
+        """
+        pool, key = lane.pool_workers(self.workers), lane.model.key
+        known = {(each.device, each.plan.cores) for each in pool if key in each.models}
+        return all(
+            (each.device, each.plan.cores) in known
+            or each.is_looping
+            or key in each.load_errors
+            or each.state is State.OUT_OF_SERVICE
+            for each in pool
+        )
 
     def is_lane_ready(self, lane: Lane) -> bool:
         """Whether a model version has its quorum of workers."""
@@ -364,6 +380,7 @@ def describe(lane: Lane) -> dict[str, Any]:
             "columns": contract.column_order,
             "ranked_within": [rank.within for rank in contract.ranks],
             "files_sha256": lane.files_sha256,
+            "runtimes": [{**each._asdict(), "name": each.name} for each in lane.runtimes],
         }
     return described
 

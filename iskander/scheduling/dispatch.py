@@ -27,7 +27,13 @@ from iskander.scheduling.lane import Lane
 from iskander.scheduling.observation import Observer
 from iskander.scheduling.request import NEVER_NS, Request
 from iskander.scheduling.results import copy_results, copy_small_results
-from iskander.scheduling.retry import after_failure, after_loss, results_error, undo_parts
+from iskander.scheduling.retry import (
+    KILLS_MAX,
+    after_failure,
+    after_loss,
+    results_error,
+    undo_parts,
+)
 from iskander.scheduling.shadow import ShadowBatches
 from iskander.scheduling.tracing import LOST, Tracer
 from iskander.scheduling.wakeup import Alarm, BusyPolling
@@ -245,7 +251,19 @@ class Dispatcher:
                         reason=error.message,
                     )
                 self._completion.fail_or_retry(request, error)
+                if error is not None and request.kills >= KILLS_MAX:
+                    self._slow_down(request)
         self.pump()
+
+    def _slow_down(self, poisoned: Request) -> None:
+        """Reject the queued and the next requests of a source whose request has ended workers."""
+        lane, source, now = poisoned.lane, poisoned.terms.source, now_ns()
+        lane.offenders.note(source, now)
+        for request in [each for each in lane.queue if each.terms.source == source]:
+            error = lane.offenders.error(source, now, lane.title)
+            assert error is not None
+            lane.queue.remove(request)
+            self._completion.reject(request, error)
 
     def reject_queued(self, lane: Lane, error: IskanderError) -> None:
         """Reject all queued requests of a lane."""
@@ -265,7 +283,7 @@ class Dispatcher:
         Returns:
             0 to call again at once, else the time of the next call.
         """
-        if not lane.queue.requests:
+        if not lane.queue.requests or lane.is_held:
             return NEVER_NS
         full: list[WorkerSlot] = []
         for worker in _available_workers(lane, reserved):

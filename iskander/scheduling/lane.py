@@ -14,6 +14,7 @@ from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from iskander.config.models import LaneConfig
 from iskander.contract.buckets import variants
 from iskander.contract.row_relation import INDEPENDENT, RowRelation, weakest
+from iskander.contract.runtime import Runtime
 from iskander.contract.tensors import Contract
 from iskander.control.messages import ModelSpec
 from iskander.errors import (
@@ -44,6 +45,7 @@ from iskander.scheduling.cost import LEARNED_SAMPLES, CostModel
 from iskander.scheduling.fair_share import QUANTUM_ROWS, BriefRequests, is_brief, slice_rows
 from iskander.scheduling.layout import Layout, LayoutCache
 from iskander.scheduling.metrics import LaneMetrics
+from iskander.scheduling.offenders import Offenders
 from iskander.scheduling.policies import make_policy
 from iskander.scheduling.queue import WaitingQueue
 from iskander.scheduling.request import NEVER_NS, Request
@@ -80,6 +82,7 @@ class Lane:
         quorum: Number of workers at which the model is ready.
         contract: None until the first worker has loaded the model.
         relation: Whether the rows of the model affect each other's results.
+        runtimes: What computes its batches, of all workers that have loaded the model.
         files_sha256: Hash of the model's files when the first worker loaded them; empty if unknown.
         workers: Workers with the model loaded that accept batches, by incarnation.
         has_limits: The settings limit the latency or age of requests that name no limit.
@@ -98,6 +101,8 @@ class Lane:
         absence: Why none of its workers can run, such as a lost GPU; empty if one can.
         unreachable: Batches in a row that failed because it could not be reached.
         is_isolated: It runs in a dedicated worker, because its batches crashed others.
+        is_held: No batch is sent, until it is known why a worker ended that ran one.
+        offenders: Sources whose requests ended workers.
         refusal: Error of a worker that could not load the model.
         entering: Number of requests before the queue: being read, or waiting for arena memory.
         shadows: Select finished requests for other versions.
@@ -116,6 +121,7 @@ class Lane:
         self.contract: Contract | None = None
         self.relation = INDEPENDENT
         self.files_sha256 = ""
+        self.runtimes: tuple[Runtime, ...] = ()
         self.workers: dict[int, WorkerSlot] = {}
         self.is_awaiting_worker = False
         self.arrivals = ArrivalPredictor()
@@ -131,7 +137,8 @@ class Lane:
         self.layouts_by_bucket: tuple[LayoutCache, ...] = ()
         self.ran_ns = -PROBE_NS
         self.is_served = self.is_required = True
-        self.is_retired = self.is_stale = self.is_isolated = False
+        self.is_retired = self.is_stale = self.is_isolated = self.is_held = False
+        self.offenders = Offenders()
         self.refusal: IskanderError | None = None
         self.quarantine: Quarantine | None = None
         self.outage = self.absence = ""
@@ -307,7 +314,9 @@ class Lane:
         # Step 3
         self.require_worker()
         error: IskanderError | None = None
-        if not request.is_part:
+        if len(self.offenders):
+            error = self.offenders.error(request.terms.source, now_ns, self.title)
+        if error is None and not request.is_part:
             outstanding = self.outstanding.get(request.terms.client, 0)
             error = share_error(outstanding, self.config, request)
         if error is None and request.expires_ns <= now_ns:

@@ -155,7 +155,7 @@ class Job:
         """Return the options that change results or the files of the output.
 
         The inputs are not among them, because the snapshot of the source describes what they
-        contain. Batch size, concurrency, and the policy for an existing output are not either.
+        contain. Concurrency, and the policy for an existing output are not either.
         """
         return {
             "output": self.output,
@@ -163,6 +163,7 @@ class Job:
             "keep": None if self.keep is None else list(self.keep),
             "filter": self.filter,
             "limit": self.limit,
+            "batch_rows": self.batch_rows,
             "unit_bytes": self.unit_bytes,
             "on_error": self.on_error,
             "partition_by": list(self.partition_by),

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Final
 
 from iskander.scoring.errors import JobConflict, StateError
+from iskander.scoring.execution import differences
 from iskander.scoring.job import PARENT
 from iskander.scoring.plan import Plan, canonical, decode_plan, encode_plan
 
@@ -306,7 +307,8 @@ def _differences(earlier: Plan, plan: Plan) -> str:
         parts.append(f"made by {earlier.program}, now {plan.program}")
     if earlier.snapshot != plan.snapshot:
         parts.append("the input changed")
-    return ", ".join(parts) or "its options differ"
+    parts += differences(earlier.values, plan.values)
+    return "; ".join(parts) or "its contract or the columns of its output differ"
 
 
 def _replace(path: Path, text: bytes) -> None:

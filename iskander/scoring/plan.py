@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ import pyarrow as pa
 from iskander import __version__
 from iskander.scoring.errors import JobConflict
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Version of the plan's JSON form."""
 PROGRAM: Final = f"iskander {__version__}, pyarrow {pa.__version__}"
 """Versions that determine the bytes of the output."""
@@ -61,6 +61,7 @@ class Plan:
         digest: Result of `model_digest`.
         snapshot: State of the input when it was planned.
         schema: Schema of the input.
+        values: Options and execution of the job, which are in the fingerprint.
         program: Program that made the plan.
     """
 
@@ -71,6 +72,7 @@ class Plan:
     digest: str
     snapshot: dict[str, str]
     schema: pa.Schema
+    values: dict[str, Any] = field(default_factory=dict)
     program: str = PROGRAM
 
     @property
@@ -144,7 +146,7 @@ def fingerprint(
         digest: Result of `model_digest`.
         contract: The model's inputs and outputs as JSON values.
         output_columns: Names of the output's columns, in order.
-        options: `Job.fingerprinted()`.
+        options: `Job.fingerprinted()`, and `execution`.
         snapshot: `Source.snapshot`.
 
     Returns:
@@ -184,6 +186,7 @@ def encode_plan(plan: Plan) -> bytes:
         "version": plan.version,
         "digest": plan.digest,
         "snapshot": plan.snapshot,
+        "values": plan.values,
         "schema": base64.b64encode(plan.schema.serialize()).decode(),
         "units": [[each.index, each.locator, each.rows, each.bytes] for each in plan.units],
     }
@@ -210,6 +213,7 @@ def decode_plan(text: bytes) -> Plan:
             version=values["version"],
             digest=values["digest"],
             snapshot=values["snapshot"],
+            values=values["values"],
             program=values["program"],
             schema=pa.ipc.read_schema(pa.py_buffer(base64.b64decode(values["schema"]))),
         )

@@ -16,17 +16,22 @@ from iskander.client import ModelDescription
 from iskander.client.matching import Matching
 from iskander.client.slicing import slices
 from iskander.errors import ContractError, IskanderError
+from iskander.scoring.execution import execution
 from iskander.scoring.filters import Filter, parse_filter
 from iskander.scoring.job import Job
 from iskander.scoring.plan import Plan, fingerprint, limited, model_digest
 from iskander.scoring.sinks.schemas import check_columns
 from iskander.scoring.sources import Source
 
+WORKERS_S: Final = 30.0
+"""Time in which the workers of a server that is ready have to load the model."""
 DESCRIBE_S: Final = 120.0
 """Time in which a server that is starting again has to describe the model."""
 _POLL_S: Final = 0.1
-_UNSTABLE: Final = ("ready", "versions", "aliases", "limits", "max_batch_rows")
-"""Keys of a contract that may change while the results stay the same."""
+_UNSTABLE: Final = (
+    "ready", "versions", "aliases", "limits", "max_batch_rows", "runtimes", "all_runtimes"
+)  # fmt: skip
+"""Keys of a contract that say nothing about the model itself; see `execution` for some."""
 
 
 class ScoringClient(Protocol):
@@ -126,10 +131,7 @@ def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned
     )
     units = limited(source.units(), job.limit, lambda unit: source.count(unit, condition))
     digest = model_digest(identity(description))
-    options = job.fingerprinted()
-    if description.ranked_within:
-        # A rank is within one batch, so that results depend on its size.
-        options["batch_rows"] = job.batch_rows
+    options = job.fingerprinted() | execution(description)
     plan = Plan(
         units=tuple(units),
         fingerprint=fingerprint(
@@ -146,6 +148,7 @@ def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned
         digest=digest,
         snapshot=source.snapshot,
         schema=schema,
+        values=options,
     )
     return Planned(plan, description, condition, read, kept, matching, sent, output)
 
@@ -171,15 +174,21 @@ def csv_types(job: Job, description: ModelDescription) -> dict[str, pa.DataType]
 
 
 def cut(batch: pa.RecordBatch, description: ModelDescription) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a matched batch in batches within the limits of the server.
+    """Yield the rows of a matched batch in the batches of one call each.
+
+    They are within the limits of the server, and within a worker's batch, so that the server does
+    not cut them by its load. A model that ranks the rows of a batch has them together.
 
     Raises:
         LimitExceeded: One row alone exceeds a limit.
     """
     limits = description.limits
+    rows_max = limits["rows"]
+    if not description.ranked_within:
+        rows_max = min(rows_max, description.max_batch_rows)
     return slices(
         [batch],
-        rows_max=limits["rows"],
+        rows_max=rows_max,
         bytes_max=limits["bytes"],
         string_bytes_max=limits["string_bytes"],
         rows_min=0,
@@ -211,16 +220,23 @@ def describe(
     within_s: float = DESCRIBE_S,
     is_ended: Callable[[], bool] = bool,
 ) -> ModelDescription:
-    """Describe a model; wait for a server that starts again.
+    """Describe a model; wait for a server that starts again, and for its other workers.
+
+    Workers with another number of cores or another device run the model differently, so that a
+    description without theirs is of a part of the server.
 
     Raises:
         IskanderError: There is no such model, or no answer before the deadline.
     """
-    deadline_ns = clock.now_ns() + int(within_s * clock.NS_PER_S)
+    begun_ns = clock.now_ns()
+    deadline_ns = begun_ns + int(within_s * clock.NS_PER_S)
+    workers_ns = begun_ns + int(WORKERS_S * clock.NS_PER_S)
     while True:
         try:
             description: ModelDescription = client.model(name, version=version).description
-            return description
+            is_whole = description.metadata.get("all_runtimes", True)
+            if is_whole or clock.now_ns() > workers_ns or is_ended():
+                return description
         except IskanderError as error:
             if not error.retryable or clock.now_ns() > deadline_ns or is_ended():
                 raise

@@ -25,6 +25,7 @@ from iskander.errors import (
     ModelNotFound,
 )
 from iskander.scoring.errors import JobConflict
+from iskander.scoring.execution import require_runtimes, runtime_terms
 from iskander.scoring.job import Job
 from iskander.scoring.journal import Finished, Journal
 from iskander.scoring.plan import Unit
@@ -275,6 +276,7 @@ class Runner:
             budget=ErrorBudget(count=self._counters.rejected),
             quarantine=quarantine,
             on_rows=self._advance,
+            terms=runtime_terms(parts.planned.description),
         )
 
     def _quarantine(self) -> Quarantine | None:
@@ -397,10 +399,13 @@ class Runner:
 
         Raises:
             ModelMoved: It is not.
+            RuntimeDiffers: The server runs it with another library, provider or number of threads.
         """
         plan = self._plan
         found = describe(self._parts.client, plan.model, plan.version, is_ended=self._is_ended)
-        if identity(found) != identity(self._parts.planned.description):
+        planned = self._parts.planned.description
+        require_runtimes(planned, found, f"at {unit.name}, the server")
+        if identity(found) != identity(planned):
             raise ModelMoved(
                 f"model `{plan.model}/{plan.version}` was replaced during the job, at "
                 f"{unit.name}; start again with --restart"

@@ -18,6 +18,7 @@ from iskander.client.client import DEFAULT_RETRY
 from iskander.client.credentials import Token
 from iskander.client.retry import require_seconds
 from iskander.engines.columns import plan_columns
+from iskander.engines.runtimes import common_runtimes
 from iskander.engines.scorer import ScoreSpec
 from iskander.errors import ConfigError, ContractError
 from iskander.spark.schemas import arrow_type, as_batches, spark_fields, spark_results
@@ -162,6 +163,7 @@ def scorer(  # noqa: PLR0913 - options of one job, all by keyword
             the model ranks the rows of a batch.
         ModelNotFound: There is no such model or version.
         NotReady: No server is ready, or this process cannot reach one.
+        RuntimeDiffers: The servers run the model with different libraries, providers or threads.
     """
     if type(batch_rows) is not int or batch_rows < 1:
         raise ConfigError(f"`batch_rows` is {batch_rows!r}; the minimum is 1")
@@ -185,6 +187,7 @@ def scorer(  # noqa: PLR0913 - options of one job, all by keyword
         renamed=dict(columns or {}),
         servers=servers,
         client=options,
+        runtimes=common_runtimes(description, servers.addresses(), options),
         on_error=on_error,
         timeout_s=timeout_s,
         wait_s=wait_s,

@@ -16,6 +16,7 @@ from functools import partial
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.contract.inputs import require_smallest_request
+from iskander.contract.runtime import make_runtime, with_runtime
 from iskander.contract.tensors import require_output_space
 from iskander.control.messages import (
     Load,
@@ -266,6 +267,8 @@ class ModelLoader:
 
     def _accept(self, worker: Worker, lane: Lane, answer: Loaded) -> None:
         worker.models.add(answer.model)
+        runtime = make_runtime(answer.library, answer.providers, answer.threads)
+        lane.runtimes = with_runtime(lane.runtimes, runtime)
         log.worker_loaded_model(
             worker=worker.index,
             model=lane.title,

@@ -1,8 +1,10 @@
 """Quarantine of models whose batches end workers: isolation, then rejection.
 
-The death or hang of a worker counts for the model of its running batch. Above
-`workers.model_deaths` the model moves from the shared workers to one of its own. Above the same
-rate there, its requests are rejected for a time that doubles. New model files reset the count.
+The death or hang of a worker counts for the model of its running batch. At the first one the model
+moves from the shared workers to one of its own, which runs the batch's requests again; the shared
+worker restarts without it. Until the exit of the worker is known, the model's requests are held.
+After a time without deaths the model returns. At `workers.model_deaths` of its own worker, its
+requests are rejected for a time that doubles. New model files reset the counts.
 
 The first of several gateway processes decides, because it starts the workers. The others follow
 when the isolated worker attaches to them.
@@ -36,21 +38,28 @@ ISOLATED_MAX: Final = 4
 """Limit of isolated workers; further models are quarantined without one."""
 QUARANTINE_MAX_S: Final = 3600.0
 TICK_S: Final = 1.0
-"""Interval of checks for isolated workers whose model is gone."""
+"""Interval of checks for isolated workers whose model is gone, or may return."""
+RETURN_DOUBLINGS_MAX: Final = 8
+HOLD_S: Final = 2.0
+"""Longest time for which a model's requests are held until an exit or an isolated worker."""
 
 
 class DeathRate:
     """Worker deaths of one model in a sliding window, and its consecutive quarantines.
 
     The owner sets `released_ns` at the end of a quarantine.
+
+    Attributes:
+        isolations: Times that the model was moved to a worker of its own.
+        last_ns: Time of the last death.
     """
 
     def __init__(self, limit: int, window_ns: int) -> None:
         self._limit = limit
         self._window_ns = window_ns
         self._deaths: deque[int] = deque(maxlen=limit)
-        self.released_ns = 0
-        self.quarantines = 0
+        self.released_ns = self.last_ns = 0
+        self.quarantines = self.isolations = 0
 
     def set_limit(self, limit: int, window_ns: int) -> None:
         """Change the limit; counted deaths within the window stay."""
@@ -69,6 +78,11 @@ class DeathRate:
         self._deaths.clear()
         return True
 
+    def may_return(self, now_ns: int) -> bool:
+        """Whether an isolated model may return: after a window without deaths, then two, four."""
+        quiet_ns = self._window_ns << min(max(self.isolations - 1, 0), RETURN_DOUBLINGS_MAX)
+        return now_ns - self.last_ns > quiet_ns
+
     def begin_quarantine(self, first_s: float) -> float:
         """Count a quarantine; return its duration in seconds."""
         self.quarantines += 1
@@ -83,6 +97,7 @@ class Quarantines:
         workers: All worker slots; slots of isolated workers are added and removed.
         is_first: This gateway process starts the workers.
         on_change: Called when readiness may have changed.
+        on_release: Called when held requests may be sent.
     """
 
     lanes: Mapping[int, Lane]
@@ -93,6 +108,7 @@ class Quarantines:
     reject_queued: Callable[[Lane, IskanderError], None]
     on_event: Callable[[Worker, Event], None]
     on_change: Callable[[], None]
+    on_release: Callable[[], None]
 
     def __post_init__(self) -> None:
         self._planned = len(self.workers)
@@ -100,6 +116,7 @@ class Quarantines:
         self._suspected: dict[int, tuple[Lane, bool]] = {}
         self._isolated: dict[int, Worker] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._holds: dict[int, asyncio.TimerHandle] = {}
         self._tick_timer: asyncio.TimerHandle | None = None
         self._oom_kills = oom_kills()
 
@@ -112,13 +129,19 @@ class Quarantines:
             self._suspected.clear()
 
     def record_running_model(self, worker: Worker) -> None:
-        """Record the model that a lost worker was running; its heartbeat must still be mapped."""
+        """Record the model that a lost worker was running; its heartbeat must still be mapped.
+
+        The model's requests are held, so that no other shared worker runs the same batch.
+        """
         lane = self._running(worker)
         # A hang caused by SIGSTOP is not a fault of the model.
         was_paused = worker.is_hung and worker.was_stopped
         if lane is None or not self.settings.model_deaths or was_paused:
             return
         self._suspected[worker.index] = lane, worker.is_hung
+        worker.ended_in_batch = True
+        if self.settings.spawn and not lane.model.pool:
+            self._hold(lane)
         if worker.child is None:
             self.on_exit(worker, ProcessExit(None, was_killed=False))
 
@@ -128,8 +151,13 @@ class Quarantines:
             return
         lane, was_hung = self._suspected.pop(worker.index)
         kills, self._oom_kills = self._oom_kills, oom_kills()
-        if end.is_model_fault(was_hung=was_hung, was_out_of_memory=self._oom_kills > kills):
+        is_fault = end.is_model_fault(was_hung=was_hung, was_out_of_memory=self._oom_kills > kills)
+        if is_fault:
             self._on_death(lane, worker)
+        elif worker.ended_in_batch:
+            worker.failures += 1  # Not explained by the batch: it counts for a crash loop.
+        if self.is_first or not is_fault:
+            self._end_hold(lane)
 
     def follow_isolation(self, hello: Hello) -> None:
         """Isolate a model for which the first gateway process has started a worker."""
@@ -140,13 +168,15 @@ class Quarantines:
         for lane in self.lanes.values():
             if lane.is_served and lane.title == hello.pool and not lane.model.pool:
                 self._isolate(lane, hello.index, hello.cpus)
+                self._end_hold(lane)
                 return
 
     def close(self) -> None:
         """Cancel all timers."""
-        for timer in self._timers.values():
+        for timer in (*self._timers.values(), *self._holds.values()):
             timer.cancel()
         self._timers.clear()
+        self._holds.clear()
         if self._tick_timer is not None:
             self._tick_timer.cancel()
 
@@ -168,23 +198,44 @@ class Quarantines:
             del self._rates[key]
         new = DeathRate(settings.model_deaths, int(settings.model_deaths_s * NS_PER_S))
         rate = self._rates.setdefault(lane.model.key, new)
-        if lane.quarantine is not None or lane.is_retired or not rate.note(now_ns()):
+        rate.last_ns = now_ns()
+        if lane.quarantine is not None or lane.is_retired:
             return
         can_isolate = settings.spawn and len(self._isolated) < ISOLATED_MAX
         if lane.model.pool or not can_isolate:
-            self._quarantine(lane, rate)
+            if rate.note(rate.last_ns):
+                self._quarantine(lane, rate)
         elif self.is_first:
+            rate.isolations += 1
             index = max(self._planned, *(each.index + 1 for each in self.workers))
             self._isolate(lane, index, worker.plan.cpus)
 
+    def _hold(self, lane: Lane) -> None:
+        """Send no batch of a model until its fate is known, at most for `HOLD_S`."""
+        lane.is_held = True
+        key = lane.model.key
+        if key in self._holds:
+            self._holds.pop(key).cancel()
+        self._holds[key] = asyncio.get_running_loop().call_later(HOLD_S, self._end_hold, lane)
+
+    def _end_hold(self, lane: Lane) -> None:
+        timer = self._holds.pop(lane.model.key, None)
+        if timer is not None:
+            timer.cancel()
+        if lane.is_held:
+            lane.is_held = False
+            self.on_release()
+
     def _isolate(self, lane: Lane, index: int, cpus: tuple[int, ...]) -> None:
         """Move a model from the shared workers to one of its own."""
-        deaths, window_s = self.settings.model_deaths, self.settings.model_deaths_s
-        log.model_isolated(model=lane.title, deaths=deaths, window_s=window_s)
+        log.model_isolated(model=lane.title)
         lane.model = msgspec.structs.replace(lane.model, pool=lane.title)
         lane.is_isolated = True
         lane.quorum = 1
         self.loader.unload(lane)
+        if lane.model.key in self._isolated:
+            self.loader.load_missing()
+            return  # Its worker was about to stop, because the model had returned.
         plans = [w.plan for w in self.workers if not w.plan.pool and w.device in lane.model.devices]
         shared = next((each for each in plans if each.cpus == cpus), plans[0])
         cpus = cpus or shared.cpus
@@ -225,6 +276,7 @@ class Quarantines:
         """Remove isolated workers whose model is gone, or that the first gateway drained."""
         self._tick_timer = None
         for key, worker in list(self._isolated.items()):
+            self._consider_return(key, worker)
             if key not in self.lanes and worker.state is not State.STOPPED and self.is_first:
                 self.on_event(worker, Event.STOP)
             is_gone = worker.state is State.STOPPED and worker.child is None
@@ -235,6 +287,17 @@ class Quarantines:
                 self._return_to_shared(self.lanes.get(key))
         if self._isolated:
             self._tick_timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _consider_return(self, key: int, isolated: Worker) -> None:
+        """Return a model after a quiet time: its own worker serves until a shared one does."""
+        lane, rate = self.lanes.get(key), self._rates.get(key)
+        if not self.is_first or lane is None or rate is None:
+            return
+        if lane.is_isolated and lane.quarantine is None and rate.may_return(now_ns()):
+            log.model_returned(model=lane.title)
+            self._return_to_shared(lane)
+        if not lane.is_isolated and any(each is not isolated for each in lane.workers.values()):
+            self.on_event(isolated, Event.STOP)
 
     def _return_to_shared(self, lane: Lane | None) -> None:
         """Move a model back to the shared workers."""

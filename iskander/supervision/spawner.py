@@ -2,7 +2,7 @@
 
 A process is restarted after a doubling backoff if it failed, and at once after an orderly exit. An
 exit before the models are loaded is a boot failure, a later one a crash; `workers.crash_loop` of
-them in a row are a crash loop.
+them in a row are a crash loop. An exit that a batch explains does not count.
 
 Runs on: gateway loop.
 """
@@ -125,7 +125,8 @@ class Spawner:
         """Count an unexpected exit after the models were loaded."""
         worker.was_loaded = True
         worker.load_error = ""
-        worker.failures += 1
+        # The model of the batch is isolated or quarantined instead (`quarantine`).
+        worker.failures += not worker.ended_in_batch
         worker.exit_counts["hang" if worker.is_hung else "crash"] += 1
 
     def reset_failures(self, worker: Worker) -> None:

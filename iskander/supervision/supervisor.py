@@ -128,7 +128,15 @@ class Supervisor:
         )
         self._no_worker_timeout = NoWorkerTimeout(lanes, workers, settings.start_s, reject)
         self._quarantines = Quarantines(
-            lanes, workers, settings, is_first, self.loading, reject, on_event, self.notify_change
+            lanes,
+            workers,
+            settings,
+            is_first,
+            self.loading,
+            reject,
+            on_event,
+            self.notify_change,
+            dispatcher.pump,
         )
         self._outages = Outages(lanes, reject, self.notify_change, send)
         dispatcher.on_unreachable = self._outages.on_unreachable

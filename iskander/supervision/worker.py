@@ -164,6 +164,8 @@ class Worker(WorkerSlot):
         is_recycling: It exceeds a limit of batches or memory and is being replaced.
         is_replacement_pending: Its queues accept requests until the next process is ready.
         is_registering: The slot is reserved for a registration in progress.
+        ended_in_batch: The last process ended while it ran a batch, for which the batch's model
+            is held responsible unless its exit shows otherwise.
         is_hung: Its heartbeat stopped, and it is being killed.
         was_stopped: It hung because of a SIGSTOP.
         has_been_ready: The slot was ready at least once, the last time since `opened_ns`.
@@ -191,6 +193,7 @@ class Worker(WorkerSlot):
         self.last_exit: ProcessExit | None = None
         self.is_recycling = self.is_replacement_pending = self.is_registering = False
         self.is_hung = self.was_stopped = self.was_loaded = self.has_been_ready = False
+        self.ended_in_batch = False
         self.backing = NO_MEMORY
         self.notices: deque[str] = deque(maxlen=NOTICES_MAX)
         self.history: deque[tuple[int, Event, State]] = deque(maxlen=HISTORY_MAX)
@@ -241,7 +244,7 @@ class Worker(WorkerSlot):
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
         self.models = set()
-        self.is_hung = self.was_stopped = False
+        self.is_hung = self.was_stopped = self.ended_in_batch = False
         self.loading_title = self.load_step = self.load_error = ""
         self.busy_until_ns = 0
         self.credits = CREDITS

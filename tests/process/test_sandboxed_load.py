@@ -169,6 +169,15 @@ def test_measurement_is_cached_with_the_verdict(
             opened.close()
 
 
+def test_filter_of_rows_is_rejected_by_its_cached_measurement(tmp_path: Path) -> None:
+    """Every load has the error, not only the one that measured."""
+    loading = LoadingSpec(is_sandboxed=True, cache=str(tmp_path / "cache"))
+    spec = model_spec(row_graphs.positive_rows(tmp_path / "m"), loading=loading)
+    for _ in range(2):
+        with pytest.raises(ManifestError, match="cannot be assigned to rows"):
+            session.Session(spec, 1)
+
+
 def test_service_stop_signals_do_not_reject_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,9 @@ SAMPLES: dict[str, Any] = {
         0.0,
         rows=RowRelation("dependent", "row 1 differs by 0.5 in a batch of 8 rows", combine=False),
     ),
+    "Loaded with its library": Loaded(
+        3, CONTRACT, ("CPUExecutionProvider",), 4, 8.0, library="ONNX Runtime 1.31.1"
+    ),
     "Loaded with defaults": Loaded(0, Contract((), (), "all"), (), 1, 0.0),
     "LoadStep": LoadStep(model=3, step="building TensorRT engines", seconds=20.0),
     "LoadFailed": LoadFailed(model=3, code="manifest", message="no such tensor"),

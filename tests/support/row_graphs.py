@@ -160,5 +160,4 @@ def table(folder: Path, length: int = 4) -> Path:
 INDEPENDENT: tuple[Callable[[Path], Path], ...] = (linear, log, softmax_of_row, table)
 DEPENDENT: tuple[Callable[[Path], Path], ...] = (
     mean_of_rows, softmax_of_rows, cumulative_sum, reverse, sort, rank_of_row, first_row_wins,
-    positive_rows,
 )  # fmt: skip

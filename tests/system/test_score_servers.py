@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from support.processes import BIN, Gateway, eventually, running
 
 from iskander.auth.tokens import add_token
 from iskander.client import OFF, Client
-from iskander.errors import Unauthenticated
+from iskander.errors import RuntimeDiffers, Unauthenticated
+from iskander.scoring.execution import runtime_terms
 
 ROWS = 2000
 WITHIN_S = 60.0
@@ -138,6 +140,72 @@ def test_job_moves_from_a_server_that_drains(place: Path, tmp_path: Path) -> Non
         _, error = process.communicate(timeout=WITHIN_S)
         assert process.returncode == 0, error
     assert_complete(tmp_path)
+
+
+@pytest.fixture
+def unequal(place: Path, tmp_path: Path) -> Iterator[list[Gateway]]:
+    """Servers of one model, with one thread and with two."""
+    folders = [tmp_path / "servers" / name for name in ("one", "two")]
+    for each in folders:
+        each.mkdir(parents=True)
+    one, two = ([{**each, "intra_threads": count} for each in served(place)] for count in (1, 2))
+    workers = {"count": 1}
+    with (
+        running(folders[0], one, workers=workers) as first,
+        running(folders[1], two, workers=workers) as second,
+    ):
+        yield [first, second]
+
+
+def test_servers_with_other_threads_are_rejected_by_name(
+    unequal: list[Gateway], place: Path, tmp_path: Path
+) -> None:
+    process = begin(tmp_path, place, unequal)
+    _, error = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 1 and not (tmp_path / "out").exists()
+    assert re.search(
+        r"server \S+ runs model `slow` differently: threads was (1, is 2|2, is 1)", error
+    )
+    first, second = (Client(each.address, retry=OFF) for each in unequal)
+    with first, second:
+        described = first.model("slow").description
+        terms = runtime_terms(described)
+        assert re.fullmatch(
+            r"ONNX Runtime [\d.]+, CPUExecutionProvider, threads 1", terms["runtimes"]
+        )
+        batch = pa.record_batch({"x": [1]})
+        assert first.score("slow", batch, terms=terms).num_rows == 1
+        with pytest.raises(
+            RuntimeDiffers, match=r"runs with .* threads 2; the caller expects .* 1"
+        ):
+            second.score("slow", batch, terms=terms)
+        assert second.score("slow", batch).num_rows == 1
+
+
+def test_resume_with_another_runtime_or_batch_size_is_rejected_by_name(
+    unequal: list[Gateway], place: Path, tmp_path: Path
+) -> None:
+    first, second = unequal
+    process = begin(tmp_path, place, [first])
+    wait_for_unit(process, tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=WITHIN_S) and process.returncode == 130
+    for gateway, words, text in (
+        (second, (), "(threads was 1, is 2)"),
+        (first, ("--batch-rows", "60"), "(batch_rows was 50, is 60)"),
+    ):
+        process = begin(tmp_path, place, [gateway], *words, "--resume")
+        _, error = process.communicate(timeout=WITHIN_S)
+        assert process.returncode == 1 and text in error
+    process = begin(tmp_path, place, [first], "--resume")
+    _, error = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 0, error
+    assert_complete(tmp_path)
+    (file, *_) = sorted((tmp_path / "out").glob("*.parquet"))
+    metadata = pq.read_schema(file).metadata
+    assert metadata[b"iskander.threads"] == b"1" and metadata[b"iskander.batch_rows"] == b"50"
+    assert metadata[b"iskander.providers"] == b"CPUExecutionProvider"
+    assert metadata[b"iskander.runtime"].startswith(b"ONNX Runtime 1.")
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from iskander.contract.row_relation import RowRelation
 from iskander.contract.rows import RowCopier
 from iskander.contract.tensors import Contract
 from iskander.control.messages import ModelSpec
-from iskander.errors import ExecutionFailed
+from iskander.errors import ExecutionFailed, ManifestError
 from iskander.memory.heartbeat import model_digest
 from iskander_worker.arrays import DATA_ERRORS, ArrayBatch, Compute
 from iskander_worker.backends import (
@@ -61,6 +61,7 @@ class Session:
         notices: Problems that do not prevent serving.
         digest: Digest of the model version, for heartbeats.
         files_sha256: Hash of the model's files, of `Loaded`.
+        library: Library that computes its batches, of `Loaded`.
         measurement: What its load found out by running it.
         graph: Tensors that the model itself declares.
         device: GPU that it computes on, if any.
@@ -98,6 +99,7 @@ class Session:
         self._combine = manifest.combine if manifest is not None else None
         self._choices = _choices(manifest, labels)
         if known is not None:
+            self._require_one_result_a_row()
             self.contract = _without_binding(self.contract, known.unbound)
         self._compute: Compute = model.compute
         is_plain = True
@@ -115,6 +117,7 @@ class Session:
         self._warm_up = manifest.warm_up if manifest is not None else WarmUp()
         self.notices: tuple[str, ...] = getattr(model, "notices", ())
         self.threads, self.providers = model.threads, model.providers
+        self.library: str = getattr(model, "library", "")
         self.inputs = RowCopier(self.contract.inputs)
         self.outputs = RowCopier(self.contract.outputs)
         can_bind = is_plain and not (self.inputs.has_strings or self.outputs.has_strings)
@@ -225,6 +228,7 @@ class Session:
     def measure(self, *, is_confined: bool, seconds: float = MEASURE_S) -> None:
         """Measure whether rows affect each other, unless the load has a cached measurement.
 
+        Raises a `ManifestError` for a model that returns other numbers of results than rows.
         `is_confined`: a crash ends only a process of this load. `seconds` limit the time.
         """
         if self._is_measured:
@@ -245,10 +249,19 @@ class Session:
             if self.contract.rows_fixed not in (None, len(next(iter(samples.values())))):
                 samples = {}
         is_confined = is_confined and self.launcher is None
-        verdict, evidence = measure_rows(
+        verdict, evidence, has_other_rows = measure_rows(
             self, samples, self._choices, self._file, is_confined=is_confined, seconds=seconds
         )
-        self.measurement = Measurement(unbound, verdict, evidence)
+        self.measurement = Measurement(unbound, verdict, evidence, has_other_rows)
+        self._require_one_result_a_row()
+
+    def _require_one_result_a_row(self) -> None:
+        """Reject a model that returns other numbers of results, unless its manifest accepts it."""
+        if self.measurement.has_other_rows and self._combine is None:
+            raise ManifestError(
+                f"{self.measurement.evidence}: its results cannot be assigned to rows; "
+                "`combine = false` in the manifest serves the requests without such rows"
+            )
 
     def _prove_outputs(self, plan: WarmUp) -> None:
         """Prove that runs write all memory of their results; raise a `ManifestError` otherwise."""

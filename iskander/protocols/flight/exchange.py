@@ -17,12 +17,14 @@ from typing import Any, Final
 
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
+from iskander.contract.runtime import unexpected
 from iskander.errors import (
     Draining,
     IskanderError,
     LimitExceeded,
     MalformedInput,
     ModelMoved,
+    RuntimeDiffers,
     detach,
 )
 from iskander.logs import requests as log
@@ -56,12 +58,15 @@ DESCRIPTOR_BYTES_MAX: Final = 4096
 class StreamTarget:
     """Lane of one stream; looked up again when the served models change."""
 
-    __slots__ = ("_descriptor", "_find", "_key", "_models", "_revision", "lane")
+    __slots__ = ("_descriptor", "_find", "_key", "_models", "_revision", "_runtimes", "lane")
 
-    def __init__(self, find: Callable[[bytes, str], Lane], models: Models, key: str) -> None:
+    def __init__(
+        self, find: Callable[[bytes, str], Lane], models: Models, key: str, runtimes: str = ""
+    ) -> None:
         self._find = find
         self._models = models
         self._key = key
+        self._runtimes = runtimes
         self._descriptor: bytes | None = None
         self._revision = -1
         self.lane: Lane | None = None
@@ -77,7 +82,7 @@ class StreamTarget:
             self._descriptor = descriptor
         if self._descriptor is not None and not self.is_current:
             self._revision = self._models.revision
-            self.lane = self._find(self._descriptor, self._key)
+            self.lane = self._found(self._descriptor)
 
     def switch(self) -> None:
         """Switch to the descriptor's current lane if its contract is the same.
@@ -89,7 +94,7 @@ class StreamTarget:
         assert lane is not None and descriptor is not None
         self._revision = self._models.revision
         try:
-            found = self._find(descriptor, self._key)
+            found = self._found(descriptor)
             if found.contract is not None and found.contract != lane.contract:
                 raise ModelMoved(
                     f"the contract of model `{found.title}` differs from that of `{lane.title}` "
@@ -102,6 +107,18 @@ class StreamTarget:
         else:
             if found.contract is not None:
                 self.lane = found
+
+    def _found(self, descriptor: bytes) -> Lane:
+        """Find a lane, with one of the runtimes that the caller expects."""
+        lane = self._find(descriptor, self._key)
+        if self._runtimes and (others := unexpected(lane.runtimes, self._runtimes)):
+            raise RuntimeDiffers(
+                f"model `{lane.title}` runs with {others}; the caller expects {self._runtimes}: "
+                "give the servers of one job the same library, providers and threads",
+                runtime=others,
+                expected=self._runtimes,
+            )
+        return lane
 
 
 class PendingBatch(Request):
@@ -172,7 +189,7 @@ class Exchange:
             call.metadata, call.deadline_ns, call.source, is_traced=dispatcher.uses_contexts
         )
         self._codec: StreamCodec | None = None
-        self.target = StreamTarget(find, models, self._terms.route_key)
+        self.target = StreamTarget(find, models, self._terms.route_key, self._terms.runtimes)
         self._window = Window(limits)
         self._unwritten: deque[PendingBatch | SplitBatch | RejectedBatch] = deque()
         self._dictionary_bytes = 0

@@ -225,6 +225,7 @@ class FlightService:
         own = NO_LIMITS if quota is None else quota.limits
         described = describe(lane) | {"limits": batch_limits(lane.contract, self.limits, own)}
         described |= self.models.describe_versions(lane.model.name)
+        described["all_runtimes"] = self.models.has_all_runtimes(lane)
         inputs = request_schema(lane.contract).serialize().to_pybytes()
         return [msgspec.json.encode(described), inputs, _result_schema(lane)]
 

@@ -43,9 +43,15 @@ FINGERPRINT: Final = "iskander.fingerprint"
 """Key of the plan's fingerprint in the origin of the results."""
 
 
+EXECUTION: Final = ("batch_rows", "max_batch_rows", "providers", "runtime", "threads")
+"""Values of the plan in the origin of the results."""
+
+
 def provenance(plan: Plan) -> dict[str, str]:
     """Origin of the results, as key-value metadata."""
+    execution = {f"iskander.{name}": str(plan.values.get(name, "unknown")) for name in EXECUTION}
     return {
+        **execution,
         "iskander.digest": plan.digest,
         FINGERPRINT: plan.fingerprint,
         "iskander.input": canonical(plan.snapshot).decode(),

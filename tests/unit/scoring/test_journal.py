@@ -7,6 +7,7 @@ import os
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -142,6 +143,29 @@ def test_other_fingerprint_is_rejected_with_the_reason_unless_restart(tmp_path: 
     with Journal(tmp_path) as journal:
         assert journal.begin(other, is_restart=True) is False
         assert journal.finished() == {}
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "text"),
+    [
+        ({"threads": "1"}, {"threads": "2"}, "threads was 1, is 2"),
+        ({"batch_rows": 50}, {"batch_rows": 60}, "batch_rows was 50, is 60"),
+        ({"filter": None}, {"filter": "a > 1"}, "filter was not given, is a > 1"),
+        ({}, {"runtime": "x" * 500}, "runtime was not given, is x"),
+        ({}, {}, "its contract or the columns of its output differ"),
+    ],
+)
+def test_values_that_differ_are_named(
+    tmp_path: Path, was: dict[str, Any], now: dict[str, Any], text: str
+) -> None:
+    plan = replace(a_plan(), values={"keep": ["a"], **was})
+    with Journal(tmp_path) as journal:
+        journal.begin(plan)
+    other = replace(plan, fingerprint="e" * 64, values={"keep": ["a"], **now})
+    with Journal(tmp_path) as journal, pytest.raises(JobConflict) as caught:
+        journal.begin(other, must_resume=True)
+    assert f"({text}" in caught.value.message and "keep" not in caught.value.message
+    assert len(caught.value.message) < 500
 
 
 def test_resume_without_an_earlier_run_is_rejected(tmp_path: Path) -> None:

@@ -102,8 +102,8 @@ def test_state_folders_of_other_outputs_are_distinct() -> None:
     assert a_job(state="here").state_folder == "here"
 
 
-def test_batch_size_and_concurrency_are_not_in_the_fingerprint() -> None:
-    other = a_job(batch_rows=7, concurrency=2, resume=True, overwrite="append", state="x")
+def test_concurrency_and_the_way_of_a_run_are_not_in_the_fingerprint() -> None:
+    other = a_job(concurrency=2, resume=True, overwrite="append", state="x")
     assert other.fingerprinted() == a_job().fingerprinted()
 
 
@@ -115,6 +115,7 @@ def test_batch_size_and_concurrency_are_not_in_the_fingerprint() -> None:
         {"keep": ()},
         {"filter": "a > 1"},
         {"limit": 5},
+        {"batch_rows": 7},
         {"on_error": "null"},
         {"sort_by": ("a",)},
         {"partition_by": ("a",)},

@@ -23,6 +23,7 @@ from iskander.errors import (
     ModelNotFound,
     NotReady,
     QueueFull,
+    RuntimeDiffers,
     SourceChanged,
 )
 from iskander.scoring import runner, unit_run
@@ -707,18 +708,103 @@ def test_mapped_column_is_sent_under_the_name_of_the_input(tmp_path: Path) -> No
     assert (planned.sent, planned.matching.schema.names) == (("x",), ["n"])
 
 
-def test_fingerprint_has_the_model_files_and_not_the_batch_size(tmp_path: Path) -> None:
-    def fingerprint(files: str = "", ranked: Any = (), **options: Any) -> str:
-        bench = Bench(tmp_path, **options)
-        metadata = {"inputs": ["x"], "files_sha256": files}
-        described = description(ranked_within=ranked, metadata=metadata)
-        return plan_job(bench.job, bench.source, described).plan.fingerprint
+RUNTIME = {
+    "library": "ONNX Runtime 1.31.1",
+    "providers": ["CPUExecutionProvider"],
+    "threads": 2,
+    "name": "ONNX Runtime 1.31.1, CPUExecutionProvider, threads 2",
+}
+LATER = {**RUNTIME, "library": "ONNX Runtime 1.32.0"}
 
-    assert fingerprint() == fingerprint(batch_rows=7)
-    assert fingerprint() != fingerprint("a")
-    assert fingerprint() != fingerprint(keep=("id",))
-    # A rank is within a batch.
-    assert fingerprint(ranked=("",)) != fingerprint(ranked=("",), batch_rows=7)
+
+def described(*runtimes: dict[str, Any], files: str = "f", **changes: Any) -> ModelDescription:
+    metadata = {"inputs": ["x"], "files_sha256": files, "runtimes": list(runtimes)}
+    return description(**{"metadata": metadata, **changes})
+
+
+def test_fingerprint_has_the_model_files_and_what_runs_it(tmp_path: Path) -> None:
+    def plan(given: ModelDescription, **options: Any) -> Plan:
+        bench = Bench(tmp_path, **options)
+        return plan_job(bench.job, bench.source, given).plan
+
+    first = plan(described(RUNTIME))
+    for same in (described(RUNTIME), described(RUNTIME, ready=False, aliases={"a": "3"})):
+        assert plan(same).fingerprint == first.fingerprint
+    limits = {"rows": 10, "bytes": 1 << 20, "string_bytes": 1 << 20}
+    others = [
+        plan(described(RUNTIME, files="g")),
+        plan(described(RUNTIME), keep=("id",)),
+        plan(described(RUNTIME), batch_rows=7),
+        plan(described(LATER)),
+        plan(described({**RUNTIME, "providers": ["CUDAExecutionProvider"]})),
+        plan(described({**RUNTIME, "threads": 3})),
+        plan(described(RUNTIME, {**RUNTIME, "threads": 3})),
+        plan(described(RUNTIME, max_batch_rows=50)),
+        plan(described(RUNTIME, limits=limits)),
+    ]
+    assert len({first.fingerprint, *(each.fingerprint for each in others)}) == 10
+    assert first.values["runtime"] == "ONNX Runtime 1.31.1"
+    assert first.values["providers"] == "CPUExecutionProvider"
+    assert first.values["threads"] == "2"
+
+
+def test_calls_are_for_servers_with_the_planned_runtimes(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.client.description = described(RUNTIME)
+    bench.run()
+    assert {terms["runtimes"] for _, _, terms in bench.client.calls} == {RUNTIME["name"]}
+
+
+def test_runtime_that_changes_during_the_job_ends_it_by_name(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.client.description = described(RUNTIME)
+
+    def restart(x: list[int]) -> None:
+        bench.client.description = described(LATER)
+
+    bench.client.answer = restart
+    text = "runtime was ONNX Runtime 1.31.1, is ONNX Runtime 1.32.0"
+    with pytest.raises(RuntimeDiffers, match=text):
+        bench.run()
+    bench.client.description = described(RUNTIME)
+    assert bench.finished() == set()
+
+
+def test_resume_with_another_runtime_is_rejected_by_name(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.client.description = described(RUNTIME)
+    bench.client.answer = rejecting(14)
+    with pytest.raises(ContractError):
+        bench.run()
+    again = Bench(tmp_path, resume=True, batch_rows=5)
+    again.client.description = described(LATER)
+    text = r"batch_rows was 4, is 5; runtime was ONNX Runtime 1.31.1, is ONNX Runtime 1.32.0\)"
+    with pytest.raises(JobConflict, match=text):
+        again.run()
+
+
+def test_batches_fit_a_batch_of_a_worker(tmp_path: Path) -> None:
+    """A server cuts larger ones by its load, which changes the last bits."""
+    bench = Bench(tmp_path, units=1, batch_rows=10)
+    bench.client.description = description(max_batch_rows=4)
+    bench.run()
+    assert max(map(len, bench.client.sent)) <= 4 and sum(map(len, bench.client.sent)) == 10
+    ranked = Bench(tmp_path / "ranked", units=1, batch_rows=10)
+    ranked.client.description = description(max_batch_rows=4, ranked_within=("",))
+    ranked.run()
+    assert ranked.client.sent == [list(range(10))]
+
+
+def test_description_waits_for_the_runtimes_of_all_workers() -> None:
+    found = [described(RUNTIME), described(RUNTIME, LATER)]
+    metadata: Any = found[0].metadata
+    metadata["all_runtimes"] = False
+
+    def model(name: str, *, version: str | None = None) -> Any:
+        return SimpleNamespace(description=found.pop(0) if len(found) > 1 else found[0])
+
+    client: Any = SimpleNamespace(model=model)
+    assert len(describe(client, "m", None).metadata["runtimes"]) == 2
 
 
 def test_description_waits_for_a_server_that_starts() -> None:

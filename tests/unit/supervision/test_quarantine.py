@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,8 +13,13 @@ from support.lanes import lane_of
 from support.simulation import Simulation
 
 from iskander.config.schema import WorkersConfig
+from iskander.control.messages import PROTOCOL_VERSION, Hello
+from iskander.memory.arena import Lease
+from iskander.memory.heartbeat import Heartbeat
+from iskander.scheduling.worker_slot import InFlightBatch
+from iskander.supervision.lifecycle import Event
 from iskander.supervision.quarantine import QUARANTINE_MAX_S, DeathRate, Quarantines
-from iskander.supervision.worker import ProcessExit, Worker
+from iskander.supervision.worker import ProcessExit, SlotPlan, Worker
 from iskander.transport.machine_memory import oom_kills
 
 WINDOW_NS = 100
@@ -59,6 +65,16 @@ def test_quarantine_doubles_up_to_an_hour() -> None:
     for _ in range(100):
         longest = rate.begin_quarantine(60.0)
     assert longest == QUARANTINE_MAX_S
+
+
+def test_isolated_model_returns_after_a_quiet_time_that_doubles() -> None:
+    """A model that leaves the shared workers again and again stays away for longer."""
+    rate = DeathRate(3, WINDOW_NS)
+    rate.last_ns = 1000
+    for isolations, quiet_ns in ((1, WINDOW_NS), (2, 2 * WINDOW_NS), (3, 4 * WINDOW_NS)):
+        rate.isolations = isolations
+        assert not rate.may_return(1000 + quiet_ns)
+        assert rate.may_return(1001 + quiet_ns)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +126,7 @@ def test_request_whose_run_begins_a_quarantine_is_not_retried() -> None:
             workers: list[Worker] = [lost, other]
             reject, unused = gateway.dispatcher.reject_queued, Mock()
             quarantines = Quarantines(
-                gateway.lanes, workers, settings, True, unused, reject, unused, unused
+                gateway.lanes, workers, settings, True, unused, reject, unused, unused, unused
             )
             quarantines.record_running_model(lost)
             gateway.lose(lost)
@@ -120,3 +136,121 @@ def test_request_whose_run_begins_a_quarantine_is_not_retried() -> None:
 
         assert caller.codes == ["model_quarantined"]
         assert other.sent == [] and gateway.is_clean()
+
+
+class Isolation:
+    """Quarantines of one lane over real worker slots, with a worker that runs a batch of it."""
+
+    def __init__(self, gateway: Simulation, *, is_first: bool = True, spawn: bool = True) -> None:
+        self.gateway = gateway
+        self.lane = gateway.lanes[0]
+        self.workers: list[Worker] = []
+        self.events: list[tuple[Worker, Event]] = []
+        self.released = Mock()
+        self.loader = Mock()
+        self.quarantines = Quarantines(
+            gateway.lanes,
+            self.workers,
+            WorkersConfig(spawn=spawn),
+            is_first,
+            self.loader,
+            gateway.dispatcher.reject_queued,
+            lambda worker, event: self.events.append((worker, event)),
+            Mock(),
+            self.released,
+        )
+
+    def worker(self, index: int) -> Worker:
+        """A shared worker that runs a batch of the lane."""
+        worker = Worker(SlotPlan(index, 0, (index,), None))
+        worker.child = Mock()
+        running = InFlightBatch(self.lane, [], Lease(0, 0, 0), 1, 0, 0)
+        worker.in_flight[7] = running
+        worker.last_beat = lambda: Heartbeat(0, 7)  # type: ignore[method-assign]
+        self.workers.append(worker)
+        return worker
+
+
+CRASH = ProcessExit(-signal.SIGFPE, was_killed=False)
+KILLED = ProcessExit(-signal.SIGKILL, was_killed=False)
+
+
+def isolation_of(function: Callable[[Isolation], None], **options: bool) -> None:
+    """Run a test's function in an event loop."""
+
+    async def run() -> None:
+        isolation = Isolation(gateway, **options)
+        try:
+            function(isolation)
+        finally:
+            isolation.quarantines.close()
+
+    with Simulation(lane_of(0, rows_max=8)) as gateway:
+        asyncio.run(run())
+
+
+def test_first_death_isolates_the_model_and_is_no_crash_of_the_worker() -> None:
+    """Requests are held until the exit is known; then the model has a worker of its own."""
+
+    def check(isolation: Isolation) -> None:
+        worker = isolation.worker(0)
+        isolation.quarantines.record_running_model(worker)
+        assert isolation.lane.is_held
+        assert worker.ended_in_batch
+        assert not isolation.events
+        isolation.quarantines.on_exit(worker, CRASH)
+        assert isolation.lane.is_isolated
+        assert not isolation.lane.is_held
+        isolation.released.assert_called_once()
+        ((isolated, event),) = isolation.events
+        assert (event, isolated.plan.pool) == (Event.SPAWN_DUE, isolation.lane.title)
+        isolation.loader.unload.assert_called_once_with(isolation.lane)
+
+    isolation_of(check)
+
+
+def test_kill_by_an_operator_ends_the_hold_and_isolates_nothing() -> None:
+    """It counts for a crash loop of the worker, which the batch does not explain."""
+
+    def check(isolation: Isolation) -> None:
+        worker = isolation.worker(0)
+        isolation.quarantines.record_running_model(worker)
+        isolation.quarantines.on_exit(worker, KILLED)
+        assert not isolation.lane.is_isolated
+        assert not isolation.lane.is_held
+        assert worker.failures == 1
+        isolation.released.assert_called_once()
+
+    isolation_of(check)
+
+
+def test_other_gateway_processes_hold_until_the_isolated_worker_attaches() -> None:
+    """Only the first process starts it."""
+
+    def check(isolation: Isolation) -> None:
+        worker = isolation.worker(0)
+        isolation.quarantines.record_running_model(worker)
+        isolation.quarantines.on_exit(worker, CRASH)
+        assert isolation.lane.is_held
+        assert not isolation.events
+        hello = Hello(PROTOCOL_VERSION, "", 0, 5, (0,), isolation.lane.title)
+        isolation.quarantines.follow_isolation(hello)
+        assert isolation.lane.is_isolated
+        assert not isolation.lane.is_held
+
+    isolation_of(check, is_first=False)
+
+
+def test_nothing_is_held_without_a_worker_to_isolate_in() -> None:
+    """A service manager starts the workers: the deaths count for a quarantine."""
+
+    def check(isolation: Isolation) -> None:
+        for _ in range(WorkersConfig().model_deaths):
+            assert isolation.lane.quarantine is None
+            worker = isolation.worker(0)
+            isolation.quarantines.record_running_model(worker)
+            assert not isolation.lane.is_held
+            isolation.quarantines.on_exit(worker, CRASH)
+        assert isolation.lane.quarantine is not None
+
+    isolation_of(check, spawn=False)

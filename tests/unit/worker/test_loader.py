@@ -193,7 +193,7 @@ def test_unused_sessions_wait_for_the_next_gateway(monkeypatch: pytest.MonkeyPat
         sessions.append(FakeSession())
         sessions[-1].notices, sessions[-1].contract = (), None
         sessions[-1].providers, sessions[-1].threads, sessions[-1].files_sha256 = (), 1, ""
-        sessions[-1].relation = RowRelation()
+        sessions[-1].relation, sessions[-1].library = RowRelation(), ""
         return sessions[-1]
 
     def load(attachment: Any, name: str) -> None:

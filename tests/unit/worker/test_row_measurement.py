@@ -16,7 +16,7 @@ from support.scripted import model_spec
 
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
-from iskander.errors import ExecutionFailed
+from iskander.errors import ExecutionFailed, ManifestError
 
 X = TensorSpec("x", "x", ColumnType("float32"), ())
 Y = TensorSpec("y", "y", ColumnType("float32"), ())
@@ -41,21 +41,34 @@ def named(graph: Callable[[Path], Path]) -> str:
 @pytest.mark.parametrize("graph", row_graphs.INDEPENDENT, ids=named)
 def test_independent(graph: Callable[[Path], Path], tmp_path: Path) -> None:
     """Results that are equal within rounding in every batch."""
-    verdict, evidence = verdict_of(graph(tmp_path / "m"))
+    verdict, evidence, _ = verdict_of(graph(tmp_path / "m"))
     assert (verdict, "8 rows" in evidence) == ("independent", True), evidence
 
 
 @pytest.mark.parametrize("graph", row_graphs.DEPENDENT, ids=named)
 def test_dependent(graph: Callable[[Path], Path], tmp_path: Path) -> None:
     """The evidence names an output and a row, or the failure of a batch."""
-    verdict, evidence = verdict_of(graph(tmp_path / "m"))
+    verdict, evidence, _ = verdict_of(graph(tmp_path / "m"))
     assert verdict == "dependent", evidence
     assert "output `y`" in evidence
 
 
+def test_other_number_of_results_than_rows(tmp_path: Path) -> None:
+    """A filter of rows fails to load, unless its manifest accepts that some requests fail."""
+    folder = row_graphs.positive_rows(tmp_path / "m")
+    with pytest.raises(ManifestError, match=r"output `y` has shape .* cannot be assigned to rows"):
+        verdict_of(folder)
+    (folder / "manifest.toml").write_text(
+        "format = 1\ncombine = false\n"
+        'inputs = [{tensor = "x", column = "x", type = "fixed_size_list<float32>[3]"}]\n'
+        'outputs = [{tensor = "y", column = "y", type = "fixed_size_list<float32>[3]"}]\n'
+    )
+    assert verdict_of(folder).verdict == "dependent"
+
+
 def test_scale_of_the_batch_is_approximate(tmp_path: Path) -> None:
     """Dynamic quantization: rows of one size change each other little, larger ones much."""
-    verdict, evidence = verdict_of(row_graphs.dynamic_quantization(tmp_path / "m"))
+    verdict, evidence, _ = verdict_of(row_graphs.dynamic_quantization(tmp_path / "m"))
     assert verdict == "approximate"
     assert "among rows 1000 times as large" in evidence
 
@@ -80,7 +93,7 @@ def test_fixed_number_of_rows(graph: Callable[..., Path], expected: str, tmp_pat
 )
 def test_undecided(graph: Callable[[Path], Path], reason: str, tmp_path: Path) -> None:
     """Results that show nothing about other rows."""
-    verdict, evidence = verdict_of(graph(tmp_path / "m"))
+    verdict, evidence, _ = verdict_of(graph(tmp_path / "m"))
     assert verdict == "undecided"
     assert reason in evidence
 
@@ -154,7 +167,7 @@ def test_hanging_run_ends_at_the_time_limit() -> None:
             raise ExecutionFailed("aborted")
         return x * 2
 
-    verdict, evidence = measured(hang, seconds=0.2)
+    verdict, evidence, _ = measured(hang, seconds=0.2)
     assert (verdict, evidence) == ("undecided", "the measurement took more than 0.2 s")
 
 
@@ -166,7 +179,7 @@ def test_failure_of_several_rows() -> None:
             raise ExecutionFailed("cannot reshape")
         return x
 
-    verdict, evidence = measured(single)
+    verdict, evidence, _ = measured(single)
     assert verdict == "dependent"
     assert evidence == "rows that run alone fail in a batch of 8 rows: cannot reshape"
 
@@ -188,7 +201,7 @@ def test_no_run_at_all() -> None:
     def fail(x: np.ndarray, run: Run) -> np.ndarray:
         raise ExecutionFailed("no such index")
 
-    verdict, evidence = measured(fail)
+    verdict, evidence, _ = measured(fail)
     assert verdict == "undecided"
     assert evidence.startswith("no batch of generated rows runs: no such index; add warm-up")
 

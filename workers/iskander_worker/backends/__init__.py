@@ -92,7 +92,10 @@ class Bound(Protocol):
 
 
 class Model(Protocol):
-    """One loaded model version; `providers` and `threads` are shown to the operator."""
+    """One loaded model version; `providers` and `threads` are shown to the operator.
+
+    `library`, if it has one, is the name and version of what computes its batches.
+    """
 
     graph: Graph
     providers: tuple[str, ...]

@@ -97,6 +97,7 @@ class OnnxModel:
         _register(options, source.libraries)
         self._session, device, stream = _open_on_device(file, options, spec, source)
         self.providers = tuple(self._session.get_providers())
+        self.library = f"ONNX Runtime {ort.__version__}"
         self.graph = _graph_of(self._session)
         inputs = self.graph.inputs
         self._bfloat16 = {each.name for each in inputs if each.element == "tensor(bfloat16)"}

@@ -44,6 +44,8 @@ class Pipeline:
         self._steps = connected.steps
         self.graph = connected.graph
         self.threads = max(model.threads for model in models)
+        libraries = (getattr(model, "library", "") for model in models)
+        self.library = " and ".join(dict.fromkeys(each for each in libraries if each))
         self.providers = tuple(dict.fromkeys(each for model in models for each in model.providers))
 
     def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:

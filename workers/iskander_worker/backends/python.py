@@ -91,7 +91,8 @@ def load(spec: ModelSpec, cores: int) -> PythonModel:
 class PythonModel:
     """A loaded class."""
 
-    providers = (f"Python {sys.version.split()[0]}",)
+    library = f"Python {sys.version.split()[0]}"
+    providers = (library,)
 
     def __init__(self, spec: ModelSpec, threads: int) -> None:
         manifest = require_manifest(spec)

@@ -61,6 +61,7 @@ class TorchModel:
     def __init__(self, spec: ModelSpec, manifest: Manifest, threads: int) -> None:
         self.threads = threads
         self._device = _select_device(spec.execution_providers)
+        self.library = f"PyTorch {torch.__version__}"
         self.providers = (f"PyTorch {torch.__version__} on {self._device}",)
         self._budget = ExitStack()
         if self._device == "cuda":

@@ -23,9 +23,13 @@ WORDS_MAX = 4096
 WORD_FILE_BYTES_MAX = 64 << 20
 WORDS_OF_A_TEXT = 4
 FLOAT16_MAX = 1000.0
+FLOAT16_LARGEST = 65504.0
+RARE_SHARE = 0.2
 _STRING_FIELD = re.compile(rb"[\x32\x4a]([\x01-\x20])")
 """Tag and length of a short string in an ONNX file: `TensorProto.string_data` and
 `AttributeProto.strings` have the field numbers 6 and 9."""
+_DIVISION = re.compile(rb"\x22\x03(Div|Mod)")
+"""`NodeProto.op_type`, field number 4, of the operators that divide integers."""
 
 
 class Values(NamedTuple):
@@ -33,7 +37,9 @@ class Values(NamedTuple):
 
     Attributes:
         scale: Standard deviation of floats, whose mean is 0; of positive ones, their maximum.
-        high: Largest integer. The smallest is 1: a division by 0 ends the process.
+        high: Largest integer.
+        low: Smallest integer. By default 1: a division by 0 ends the process.
+        rare: Floats that a fifth of the elements are instead, such as NaN.
         are_positive: Floats are positive.
         words: Text; empty: digits.
         words_of_text: Maximum number of words in a text.
@@ -41,6 +47,8 @@ class Values(NamedTuple):
 
     scale: float = 1.0
     high: int = 2
+    low: int = 1
+    rare: tuple[float, ...] = ()
     are_positive: bool = False
     words: tuple[str, ...] = ()
     words_of_text: int = 1
@@ -91,10 +99,18 @@ class RowGenerator:
             array = scale * (
                 random.random(shape) if values.are_positive else random.standard_normal(shape)
             )
+            if values.rare:
+                chosen = np.array(values.rare)[random.integers(len(values.rare), size=shape)]
+                array = np.where(random.random(shape) < RARE_SHARE, chosen, array)
+                if is_half:
+                    is_finite = np.isfinite(array)
+                    array[is_finite] = array[is_finite].clip(-FLOAT16_LARGEST, FLOAT16_LARGEST)
         elif spec.type.dtype_name == "bool":
             array = random.integers(0, 1, shape, endpoint=True)
         else:
-            array = random.integers(1, values.high, shape, endpoint=True)
+            array = random.integers(values.low, values.high, shape, endpoint=True)
+            if np.dtype(spec.type.dtype.numpy).kind == "u":
+                array = np.abs(array)
         return to_element_type(spec, array)
 
     def _texts(
@@ -129,6 +145,13 @@ def words_in(path: Path) -> tuple[str, ...]:
             if len(words) == WORDS_MAX:
                 break
     return tuple(words)
+
+
+def has_divisions(path: Path) -> bool:
+    """Whether a graph file may divide integers; true for a file that is absent or too large."""
+    if not path.is_file() or path.stat().st_size > WORD_FILE_BYTES_MAX:
+        return True
+    return _DIVISION.search(path.read_bytes()) is not None
 
 
 def _is_float(spec: TensorSpec) -> bool:

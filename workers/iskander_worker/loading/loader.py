@@ -156,6 +156,7 @@ class _Load:
                 load_ms,
                 session.files_sha256,
                 session.relation,
+                session.library,
             ),
         ]
 

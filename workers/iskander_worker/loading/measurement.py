@@ -21,11 +21,13 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             runtime's own memory after each run.
         verdict: Whether its rows affect each other's results (`contract.row_relation`).
         evidence: What was run and found, for people.
+        has_other_rows: A batch had another number of results than rows.
     """
 
     unbound: tuple[str, ...] = ()
     verdict: Verdict = "undecided"
     evidence: str = "not measured"
+    has_other_rows: bool = False
 
 
 def undecided(evidence: str, unbound: tuple[str, ...] = ()) -> Measurement:

@@ -5,8 +5,10 @@
     in parts                          a split of a request
     the last row repeated             padding
     among many other rows             a batch of several requests
+    behind a thousand rows            a window, or a limit of places
     among rows 1000 times as large,   a scale of the whole batch, as in dynamic quantization
       and 1000 times as small
+    among NaN, infinities, 10^9       a rule for such values that is one of the whole batch
 
 The rows are the warm-up samples, if there are any, and generated ones of several kinds. Results of
 the reference must differ between rows: equal results do not show from which row they come.
@@ -30,9 +32,13 @@ from iskander.contract.tensors import Contract
 from iskander.contract.tolerance import difference, mismatches, scale_of
 from iskander.errors import ContractError, ExecutionFailed, shorten
 from iskander_worker.backends import Run
-from iskander_worker.loading.generated_rows import RowGenerator, Values, words_in
+from iskander_worker.loading.generated_rows import RowGenerator, Values, has_divisions, words_in
 
 MAGNITUDE = 1000.0
+RARE = (((float("nan"),), "NaN"), ((float("inf"), float("-inf")), "infinities"))
+FAR_ROWS = 1024
+FAR_BYTES_MAX = 32 << 20
+"""Inputs and results of a batch of `FAR_ROWS` rows."""
 SMALL_SHARE = 0.05
 """Largest difference of `approximate` results, as a share of the results of all rows."""
 SEARCHED_ROWS = 512
@@ -62,7 +68,7 @@ class Extent(NamedTuple):
 
 
 EXTENTS = (
-    Extent(rows=8, padded=13, many=64, kinds=6, total=900),
+    Extent(rows=8, padded=13, many=64, kinds=8, total=1400),
     Extent(rows=4, padded=6, many=16, kinds=2, total=130),
     Extent(rows=3, padded=4, many=6, kinds=1, total=40),
 )
@@ -81,10 +87,14 @@ class MeasuredModel(Protocol):
 
 
 class RowVerdict(NamedTuple):
-    """Whether rows affect each other, and what was run and found."""
+    """Whether rows affect each other, and what was run and found.
+
+    `has_other_rows`: a batch had another number of results than rows.
+    """
 
     verdict: Verdict
     evidence: str
+    has_other_rows: bool = False
 
 
 class _Difference(NamedTuple):
@@ -132,7 +142,7 @@ def measure_rows(
     try:
         return measurement.verdict(samples, graph_file, is_confined=is_confined)
     except _Dependent as evidence:
-        return RowVerdict("dependent", _evidence(str(evidence)))
+        return RowVerdict("dependent", _evidence(str(evidence)), has_other_rows=True)
     except _Undecided as reason:
         return RowVerdict("undecided", _evidence(str(reason)))
     finally:
@@ -162,6 +172,9 @@ class _Measurement:
         self._timer.start()
         self._is_late = False
         self._extent = EXTENTS[0]
+        self._far_rows = 0
+        self._largest = 0
+        self._may_be_zero = False
         self._varied: set[str] = set()
         self._examined = 0
         self._problem = ""
@@ -182,7 +195,11 @@ class _Measurement:
         for number, values in enumerate(kinds):
             if self._examined < self._extent.kinds and not self._is_dependent:
                 self._examine(values, self._generator.rows(count, values, seed=number))
-        if self._worst is None and self._outlier is None and self._fixed is None:
+        if not self._is_different and self._examined:
+            for rare, text in RARE:
+                for each in self._rare_rows(rare, text):
+                    self._worst = _larger(self._worst, each)
+        if not self._is_different and self._fixed is None:
             self._search_other_results(kinds)
         return self._judge()
 
@@ -199,6 +216,13 @@ class _Measurement:
             self._worst = _larger(self._worst, each)
         for each in self._other_magnitudes(rows, found, values):
             self._outlier = _larger(self._outlier, each)
+        if not self._is_different:
+            for each in self._rare_neighbours(rows, found, values):
+                self._outlier = _larger(self._outlier, each)
+
+    @property
+    def _is_different(self) -> bool:
+        return self._worst is not None or self._outlier is not None
 
     @property
     def _is_dependent(self) -> bool:
@@ -239,7 +263,7 @@ class _Measurement:
                 f"output `{same[0]}` has the same result for all rows that were tried; {WHAT_TO_DO}"
             )
         count = self._fixed or self._extent.rows
-        sizes = f"{count}" if self._fixed else f"1 to {self._extent.many}"
+        sizes = f"{count}" if self._fixed else f"1 to {self._largest or self._extent.many}"
         plural = "s" if self._examined > 1 else ""
         return RowVerdict(
             "independent",
@@ -256,6 +280,10 @@ class _Measurement:
                 return EXTENTS[0]
             times.append((now_ns() - begun_ns) / NS_PER_S)
         row_s = min(times) / (self._fixed or 1)
+        if FAR_ROWS * row_s <= TIME_SHARE * self._seconds / 2 and self._fixed is None:
+            specs = (*self._model.contract.inputs, *self._model.contract.outputs)
+            if sum(spec.buffer_bytes(FAR_ROWS) for spec in specs) <= FAR_BYTES_MAX:
+                self._far_rows = FAR_ROWS
         for extent in EXTENTS:
             if extent.total * row_s <= TIME_SHARE * self._seconds:
                 return extent
@@ -267,6 +295,9 @@ class _Measurement:
         kinds = [Values()]
         if is_confined and generator.has_integers:
             kinds.append(Values(high=9))
+            if not has_divisions(graph_file):
+                self._may_be_zero = True
+                kinds += [Values(low=0, high=1), Values(low=-2)]
         if generator.has_floats:
             kinds += [Values(scale=100.0), Values(scale=10.0, are_positive=True)]
         if generator.has_texts and (words := words_in(graph_file)):
@@ -335,6 +366,60 @@ class _Measurement:
         if not isinstance(self._results(many), str):
             joined = {name: np.concatenate([rows[name], many[name]]) for name in rows}
             yield from self._compare(joined, found, indices, f"in a batch of {total} rows")
+        yield from self._behind_many(rows, found, values)
+
+    def _behind_many(
+        self, rows: Arrays, found: dict[str, np.ndarray], values: Values
+    ) -> Iterator[_Difference]:
+        """Differences at the end of the largest batch; once for the measurement."""
+        before, self._far_rows = self._far_rows - _count(rows), 0
+        if before <= 0:
+            return
+        others = self._generator.rows(before, values, seed=95)
+        if isinstance(self._results(others), str):
+            return
+        self._largest = before + _count(rows)
+        joined = {name: np.concatenate([others[name], rows[name]]) for name in rows}
+        own = list(range(before, before + _count(rows)))
+        indices = list(range(_count(rows)))
+        yield from self._compare(joined, found, indices, f"behind {before} rows", own)
+
+    def _rare_neighbours(
+        self, rows: Arrays, found: dict[str, np.ndarray], values: Values
+    ) -> Iterator[_Difference]:
+        """Differences among rows with NaN, infinities, very large values, zeros and negatives."""
+        kinds: list[tuple[Values, str]] = []
+        if self._generator.has_floats:
+            pairs = (*RARE, ((1e9, -1e9), "values of 1e9"))
+            kinds += [(values._replace(rare=rare), text) for rare, text in pairs]
+        if self._may_be_zero:
+            kinds.append((values._replace(low=0, high=0), "zeros"))
+            kinds.append((values._replace(low=-2, high=-1), "negative values"))
+        for kind, text in kinds:
+            others = self._generator.rows(_count(rows), kind, seed=94)
+            yield from self._among(rows, found, others, f"among rows with {text}")
+
+    def _rare_rows(self, rare: tuple[float, ...], text: str) -> Iterator[_Difference]:
+        """Differences of rows with NaN or infinities between two sets of other rows.
+
+        They are at the same places in both batches: the runtime may compute a maximum with NaN
+        otherwise in another place.
+        """
+        if not self._generator.has_floats:
+            return
+        count = self._fixed or 2 * self._extent.rows
+        own = list(range(0, count, 2))
+        first = self._generator.rows(count, Values(), seed=92)
+        second = self._generator.rows(count, Values(scale=100.0), seed=91)
+        rows = self._generator.rows(count, Values(rare=rare), seed=93)
+        for batch in (first, second):
+            for name in batch:
+                batch[name][own] = rows[name][own]
+        found = self._results(first)
+        if not isinstance(found, str) and not isinstance(self._results(second), str):
+            expected = _take(found, own)
+            indices = list(range(len(own)))
+            yield from self._compare(second, expected, indices, f"with {text}, among others,", own)
 
     def _other_magnitudes(
         self, rows: Arrays, found: dict[str, np.ndarray], values: Values
@@ -346,17 +431,21 @@ class _Measurement:
         for factor in (MAGNITUDE, 1 / MAGNITUDE):
             scaled = values._replace(scale=values.scale * factor)
             others = self._generator.rows(count, scaled, seed=98)
-            text = f"among rows {factor:g} times as large"
-            if self._fixed is not None:
-                for index in sorted({0, count - 1}):
-                    yield from self._compare_one(rows, found, index, others, text)
-            elif not isinstance(self._results(others), str):  # Else they are invalid by themselves.
-                pairs = {name: np.stack([others[name], rows[name]], axis=1) for name in rows}
-                mixed = {
-                    name: pair.reshape(2 * count, *pair.shape[2:]) for name, pair in pairs.items()
-                }
-                own = list(range(1, 2 * count, 2))
-                yield from self._compare(mixed, found, list(range(count)), text, own)
+            yield from self._among(rows, found, others, f"among rows {factor:g} times as large")
+
+    def _among(
+        self, rows: Arrays, found: dict[str, np.ndarray], others: Arrays, text: str
+    ) -> Iterator[_Difference]:
+        """Differences of rows between others, unless these fail by themselves."""
+        count = _count(rows)
+        if self._fixed is not None:
+            for index in sorted({0, count - 1}):
+                yield from self._compare_one(rows, found, index, others, text)
+        elif not isinstance(self._results(others), str):
+            pairs = {name: np.stack([others[name], rows[name]], axis=1) for name in rows}
+            mixed = {name: pair.reshape(2 * count, *pair.shape[2:]) for name, pair in pairs.items()}
+            own = list(range(1, 2 * count, 2))
+            yield from self._compare(mixed, found, list(range(count)), text, own)
 
     def _compare_one(
         self, rows: Arrays, found: dict[str, np.ndarray], index: int, others: Arrays, text: str

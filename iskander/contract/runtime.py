@@ -1,0 +1,64 @@
+"""Runtime of a loaded model: library, execution providers and threads.
+
+They change the last bits of results. Two jobs, or two servers of one job, whose results have to be
+equal to the bit have the same.
+
+Pure. Runs on: gateway and workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+LIBRARY_CHARACTERS_MAX = 200
+PROVIDERS_MAX = 16
+RUNTIMES_MAX = 16
+"""Runtimes of one model version: of workers with other devices or numbers of cores."""
+SEPARATOR = " | "
+
+
+class Runtime(NamedTuple):
+    """What computes the batches of a model in a worker.
+
+    Attributes:
+        library: Name and version, such as `ONNX Runtime 1.31.1`; empty if unknown.
+        providers: Execution providers, the preferred one first.
+        threads: Compute threads of the model.
+    """
+
+    library: str
+    providers: tuple[str, ...]
+    threads: int
+
+    @property
+    def name(self) -> str:
+        """Text that identifies the runtime, in ASCII."""
+        text = (
+            f"{self.library or 'unknown'}, {' and '.join(self.providers)}, threads {self.threads}"
+        )
+        return text.replace("|", "/").encode("ascii", "backslashreplace").decode()
+
+
+def make_runtime(library: str, providers: Iterable[str], threads: int) -> Runtime:
+    """Make a runtime of limited size, of the values that a worker sent."""
+    names = [each[:LIBRARY_CHARACTERS_MAX] for each in providers]
+    return Runtime(library[:LIBRARY_CHARACTERS_MAX], tuple(names[:PROVIDERS_MAX]), threads)
+
+
+def with_runtime(known: tuple[Runtime, ...], new: Runtime) -> tuple[Runtime, ...]:
+    """Add a runtime to the sorted ones of a model version, `RUNTIMES_MAX` at most."""
+    if new in known or len(known) >= RUNTIMES_MAX:
+        return known
+    return tuple(sorted((*known, new)))
+
+
+def unexpected(runtimes: Iterable[Runtime], expected: str) -> str:
+    """Names of the runtimes that are not among expected ones; empty if all are.
+
+    Args:
+        runtimes: Runtimes of a model version.
+        expected: Names, with `SEPARATOR` between them.
+    """
+    names = expected.split(SEPARATOR)
+    return SEPARATOR.join(each.name for each in runtimes if each.name not in names)

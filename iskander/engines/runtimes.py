@@ -1,0 +1,53 @@
+"""Comparison of the servers of one job: the same library, providers and threads.
+
+Runs in: drivers of engines, and the operator's tool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from iskander.client import OFF, Client, ModelDescription
+from iskander.client.retry import is_gateway_failure, is_retryable
+from iskander.errors import IskanderError
+from iskander.scoring.execution import require_runtimes, runtime_terms
+
+CALL_S: Final = 5.0
+"""Time for a server to describe the model; one that is away is compared by its calls."""
+
+
+def common_runtimes(
+    description: ModelDescription,
+    addresses: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    open_client: Callable[..., Any] = Client,
+) -> dict[str, str]:
+    """Compare all servers that answer with the described one; return the terms of all calls.
+
+    With these terms, a server that joins later or was away rejects calls if it differs.
+
+    Args:
+        description: The model, as one of the servers describes it.
+        addresses: Addresses of all servers.
+        options: Options of the clients of the job.
+        open_client: Opens a client of one address.
+
+    Raises:
+        RuntimeDiffers: A server runs the model with another library, provider or number of threads.
+    """
+    probing = {**options, "timeout_s": CALL_S, "retry": OFF, "shared_bytes": 0}
+    for address in addresses if len(addresses) > 1 else ():
+        found = None
+        with contextlib.closing(open_client(address, **probing)) as client:
+            try:
+                version = description.version
+                found = client.model(description.name, version=version).description
+            except IskanderError as error:
+                if not is_retryable(error) and not is_gateway_failure(error):
+                    raise
+        if found is not None:
+            require_runtimes(description, found, f"server {address}")
+    return runtime_terms(description)
