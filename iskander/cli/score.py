@@ -323,7 +323,7 @@ def _ray_servers(
 def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
     from iskander.engines.runtimes import common_runtimes
     from iskander.scoring.journal import Journal
-    from iskander.scoring.planning import csv_types, describe, plan_job
+    from iskander.scoring.planning import WORKERS_S, csv_types, describe, plan_job
     from iskander.scoring.runner import Stop
     from iskander.scoring.sources import open_source
 
@@ -338,7 +338,7 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
             # The server's default version may have changed since.
             earlier = journal.plan()
             version = None if earlier is None else earlier.version
-        description = describe(server.client, job.model, version)
+        description = describe(server.client, job.model, version, workers_s=WORKERS_S)
         common_runtimes(description, server.addresses, server.options)
         source = open_source(
             job.inputs,

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
-from iskander.client import Client
+from iskander.client import Client, ModelDescription
 from iskander.engines.addresses import Servers
 from iskander.engines.columns import plan_columns
 from iskander.engines.runtimes import common_runtimes
@@ -21,6 +21,7 @@ from iskander.errors import ConfigError
 from iskander.ray import cluster
 from iskander.ray.addresses import fixed_servers
 from iskander.ray.fleet import Fleet
+from iskander.scoring.rows import require_separable
 
 BATCH_ROWS: Final = 4096
 BLOCK_ROWS: Final = 65_536
@@ -83,8 +84,8 @@ def score(  # noqa: PLR0913 - options of one job, all by keyword
     _require_options(data, dataset, on_error, batch_rows=batch_rows, block_rows=block_rows)
     servers, options = _servers(target, client or {})
     pool = _pool(data, concurrency, len(servers.addresses()))
-    with Client(servers.addresses(), **options) as opened:
-        description = opened.model(model, version=version).description
+    description, runtimes = _describe(servers, options, model, version)
+    require_separable(on_error, description)
     schema, names = _known_columns(dataset)
     spec = ScoreSpec(
         version=description.version,
@@ -92,7 +93,7 @@ def score(  # noqa: PLR0913 - options of one job, all by keyword
         renamed=dict(columns or {}),
         servers=servers,
         client=options,
-        runtimes=common_runtimes(description, servers.addresses(), options),
+        runtimes=runtimes,
         on_error=on_error,
         timeout_s=timeout_s,
         wait_s=wait_s,
@@ -136,6 +137,16 @@ def _servers(
     if isinstance(target, Fleet):
         return target.servers(), {"token": target.token, **client}
     return fixed_servers(target), dict(client)
+
+
+def _describe(
+    servers: Servers, options: Mapping[str, Any], model: str, version: str | None
+) -> tuple[ModelDescription, dict[str, str]]:
+    """Describe the model of all servers; return the terms of their runtimes, too."""
+    addresses = servers.addresses()
+    with Client(addresses, **options) as client:
+        description = client.model(model, version=version).description
+    return description, common_runtimes(description, addresses, options)
 
 
 def _pool(data: Any, concurrency: int | tuple[int, int] | None, servers: int) -> Any:  # noqa: ANN401

@@ -20,11 +20,12 @@ from iskander.scoring.execution import execution
 from iskander.scoring.filters import Filter, parse_filter
 from iskander.scoring.job import Job
 from iskander.scoring.plan import Plan, fingerprint, limited, model_digest
+from iskander.scoring.rows import require_separable
 from iskander.scoring.sinks.schemas import check_columns
 from iskander.scoring.sources import Source
 
 WORKERS_S: Final = 30.0
-"""Time in which the workers of a server that is ready have to load the model."""
+"""Time for the other workers of a server that is ready to load the model, before a job."""
 DESCRIBE_S: Final = 120.0
 """Time in which a server that is starting again has to describe the model."""
 _POLL_S: Final = 0.1
@@ -96,7 +97,7 @@ def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned
         description: Description of the pinned version of the model.
 
     Raises:
-        ConfigError: A column of an option does not exist.
+        ConfigError: A column of an option does not exist, or `on_error` does not fit the model.
         ContractError: The input does not match the model, or two output columns have one name.
         FilterError: The filter is not valid for the input.
     """
@@ -104,6 +105,7 @@ def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned
     condition = parse_filter(job.filter) if job.filter is not None else None
     if condition is not None:
         condition.expression(schema)
+    require_separable(job.on_error, description)
     if job.keep is not None:
         check_columns("keep", job.keep, schema)
     kept = tuple(job.keep) if job.keep is not None else tuple(schema.names)
@@ -218,19 +220,26 @@ def describe(
     version: str | None,
     *,
     within_s: float = DESCRIBE_S,
+    workers_s: float = 0.0,
     is_ended: Callable[[], bool] = bool,
 ) -> ModelDescription:
-    """Describe a model; wait for a server that starts again, and for its other workers.
+    """Describe a model; wait for a server that starts again.
 
-    Workers with another number of cores or another device run the model differently, so that a
-    description without theirs is of a part of the server.
+    Args:
+        client: Client of the server.
+        name: Name of the model.
+        version: Version or alias; None: that of the server's routing.
+        within_s: Time for the server to answer.
+        workers_s: Time for all kinds of workers to load the model, after the first one. Those with
+            another number of cores or another device run it differently.
+        is_ended: Whether to wait no longer.
 
     Raises:
         IskanderError: There is no such model, or no answer before the deadline.
     """
     begun_ns = clock.now_ns()
     deadline_ns = begun_ns + int(within_s * clock.NS_PER_S)
-    workers_ns = begun_ns + int(WORKERS_S * clock.NS_PER_S)
+    workers_ns = begun_ns + int(workers_s * clock.NS_PER_S)
     while True:
         try:
             description: ModelDescription = client.model(name, version=version).description

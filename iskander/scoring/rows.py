@@ -1,8 +1,9 @@
 """Treatment of rows that the server rejects: fail, null results, or quarantine.
 
 A rejected batch is halved until the rejected rows are alone, so that `b` rejected rows of `n` cost
-about `2 b log2(n / b)` calls. Only errors about values count: a missing permission or an unknown
-model is no error of a row.
+about `2 b log2(n / b)` calls. A call whose data ends workers costs a second or more, so that such a
+batch is cut into more parts: a row of 8,192 is found by four of these calls. Only errors about
+values count: a missing permission or an unknown model is no error of a row.
 
 Runs in: the operator's tool, threads of one process.
 """
@@ -13,12 +14,14 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from iskander.errors import ConfigError, Fault, IskanderError
+from iskander.client import ModelDescription
+from iskander.errors import ConfigError, ExecutionFailed, Fault, IskanderError, PoisonedRequest
 from iskander.scoring.job import QUARANTINE
 from iskander.scoring.plan import Plan, Unit
 from iskander.scoring.sinks.schemas import check_columns, conformed, plain_schema
@@ -28,7 +31,15 @@ from iskander.scoring.sinks.writing import Layout, UnitWriter
 
 ERRORS_MAX: Final = 10_000
 """Rejected rows of a job, of a task of Spark, or of a batch of Ray Data."""
-ROW_CODES: Final = frozenset({"contract", "malformed", "limit"})
+POISONED_MAX: Final = 100
+"""Calls of a job whose data ended workers; each one ends two."""
+POISONED_PARTS: Final = 64
+"""Parts of a batch whose data ended workers."""
+ROW_CODES: Final = frozenset(
+    {
+        "contract", "malformed", "limit", ExecutionFailed.code, PoisonedRequest.code
+    }
+)  # fmt: skip
 """Codes of errors that the values of a row can cause."""
 CODE_COLUMN: Final = "error_code"
 MESSAGE_COLUMN: Final = "error_message"
@@ -75,11 +86,16 @@ class ErrorBudget:
     Args:
         errors_max: Rejected rows of the job.
         count: Rejected rows of an earlier run.
+        poisoned_max: Calls of the job whose data ended workers.
     """
 
-    def __init__(self, errors_max: int = ERRORS_MAX, count: int = 0) -> None:
+    def __init__(
+        self, errors_max: int = ERRORS_MAX, count: int = 0, poisoned_max: int = POISONED_MAX
+    ) -> None:
         self._max = errors_max
         self._count = count
+        self._poisoned_max = poisoned_max
+        self._poisoned = 0
         self._mutex = threading.Lock()
 
     def take(self, error: IskanderError) -> None:
@@ -92,6 +108,24 @@ class ErrorBudget:
             raise TooManyErrors(
                 f"the server rejected {self._max + 1:,} rows; limit {self._max:,} (errors_max). "
                 f"The last error: {error.message}",
+                last=error.code,
+            ) from error
+
+    def take_call(self, error: IskanderError) -> None:
+        """Count a call that was rejected, if its data ended workers.
+
+        Raises:
+            TooManyErrors: The job permits no more of them.
+        """
+        if error.code != PoisonedRequest.code:
+            return
+        with self._mutex:
+            self._poisoned += 1
+            is_above = self._poisoned > self._poisoned_max
+        if is_above:
+            raise TooManyErrors(
+                f"the data of {self._poisoned_max + 1} calls ended workers; limit "
+                f"{self._poisoned_max} (poisoned_max). The last error: {error.message}",
                 last=error.code,
             ) from error
 
@@ -111,8 +145,8 @@ class ErrorBudget:
             self._count += count
             return self._count > self._max
 
-    def __reduce__(self) -> tuple[type[ErrorBudget], tuple[int, int]]:
-        return ErrorBudget, (self._max, self._count)
+    def __reduce__(self) -> tuple[type[ErrorBudget], tuple[int, int, int]]:
+        return ErrorBudget, (self._max, self._count, self._poisoned_max)
 
 
 class RowPolicy:
@@ -184,9 +218,22 @@ class RowPolicy:
         return Outcome(batch.take(good), _one(scored), quarantined, len(rejected))
 
 
+def require_separable(on_error: str, description: ModelDescription) -> None:
+    """Require a model whose other rows have the same results without a rejected row.
+
+    Raises:
+        ConfigError: The model ranks the rows of a batch, and the policy is not `fail`.
+    """
+    if on_error != "fail" and description.ranked_within:
+        raise ConfigError(
+            f"on_error is {on_error!r}, but model `{description.name}` ranks the rows of a batch: "
+            "without a rejected row, the others would have other ranks; use `fail`"
+        )
+
+
 def is_row_error(error: IskanderError) -> bool:
     """Whether the values of a row can be the reason of an error."""
-    return error.fault == Fault.CLIENT and not error.retryable and error.code in ROW_CODES
+    return not error.retryable and error.code in ROW_CODES
 
 
 def isolate(
@@ -195,7 +242,7 @@ def isolate(
     score: Callable[[pa.RecordBatch], pa.RecordBatch],
     budget: ErrorBudget,
 ) -> tuple[list[pa.RecordBatch], list[RejectedRow]]:
-    """Halve a rejected batch until its rejected rows are alone.
+    """Cut a rejected batch until its rejected rows are alone.
 
     Returns:
         Results of the other rows in order, and the rejected rows in order.
@@ -218,14 +265,15 @@ def isolate(
                 if not is_row_error(caught):
                     raise
                 known = caught
+        budget.take_call(known)
         if count <= 1:
             if count:
                 budget.take(known)
                 rejected.append(RejectedRow(start, known.code, known.message))
             continue
-        half = count // 2
-        stack.append((start + half, count - half, None))
-        stack.append((start, half, None))
+        parts = min(POISONED_PARTS if known.code == PoisonedRequest.code else 2, count)
+        ends = [start + count * part // parts for part in range(parts + 1)]
+        stack += [(a, b - a, None) for a, b in reversed(list(pairwise(ends)))]
     return results, rejected
 
 

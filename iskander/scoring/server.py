@@ -45,6 +45,7 @@ FOLDER: Final = "isk-score-"
 LOCK: Final = "lock"
 STALE_MAX: Final = 100
 """Folders that are looked at when a server starts."""
+DEATHS_MAX: Final = 1000
 _LOG_BYTES: Final = 4000
 _POLL_S: Final = 0.1
 _READY_POLL_S: Final = 0.02
@@ -237,7 +238,9 @@ def private_server(
         ConfigError: The file does not exist.
         NotReady: The server does not start.
     """
-    with prepared_server(model, config=config) as server:
+    # There are no other callers, and the job limits its calls that end workers.
+    settings = {"workers.model_deaths": DEATHS_MAX}
+    with prepared_server(model, config=config, settings=settings) as server:
         server.start()
         yield server
 

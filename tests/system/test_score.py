@@ -280,6 +280,26 @@ def test_rejected_rows_are_quarantined(gateway: Gateway, with_nulls: Path, tmp_p
     assert bad["error_code"].to_pylist() == ["contract"] * 3
 
 
+@pytest.mark.parametrize("how", [pytest.param("null", marks=pytest.mark.slow), "quarantine=bad"])
+def test_row_that_ends_the_runtime_is_a_rejected_row(tmp_path: Path, how: str) -> None:
+    """An integer division of the least value by -1 ends the worker by a signal."""
+    models.fragile(tmp_path / "fragile")
+    x = list(range(1000))
+    x[423] = -(2**63)
+    pq.write_table(pa.table({"x": x, "id": list(range(1000))}), tmp_path / "in.parquet")
+    words = ("fragile", "in.parquet", "-o", "out", "--on-error", how, "--keep", "id")
+    score(tmp_path, *words, code=3 if "=" in how else 0)
+    result = pq.read_table(tmp_path / "out")
+    expected: list[int | None] = [-each for each in range(1000)]
+    if how == "null":
+        expected[423] = None
+    else:
+        del expected[423]
+        bad = pq.read_table(tmp_path / "bad")
+        assert bad["id"].to_pylist() == [423] and bad["error_code"].to_pylist() == ["poisoned"]
+    assert result["y"].to_pylist() == expected
+
+
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [

@@ -20,8 +20,11 @@ from iskander.errors import (
     ExecutionFailed,
     IskanderError,
     LimitExceeded,
+    ModelQuarantined,
     PermissionDenied,
+    PoisonedRequest,
     QueueFull,
+    RemoteFailed,
 )
 from iskander.scoring.rows import (
     ErrorBudget,
@@ -141,7 +144,10 @@ def test_fail_raises_the_error_without_a_call() -> None:
         (LimitExceeded("x"), True),
         (PermissionDenied("x"), False),
         (QueueFull("x"), False),
-        (ExecutionFailed("x"), False),
+        (ExecutionFailed("x"), True),
+        (PoisonedRequest("x"), True),
+        (RemoteFailed("x"), False),
+        (ModelQuarantined("x"), False),
         (IskanderError("x"), False),
     ],
 )
@@ -149,11 +155,48 @@ def test_only_errors_of_values_are_errors_of_rows(error: IskanderError, is_row: 
     assert is_row_error(error) is is_row
 
 
-@pytest.mark.parametrize("error", [PermissionDenied, QueueFull, ExecutionFailed])
+@pytest.mark.parametrize("error", [PermissionDenied, QueueFull, ModelQuarantined])
 def test_other_error_during_the_search_ends_it(error: type[IskanderError]) -> None:
     policy = RowPolicy("null", RESULTS, ErrorBudget())
     with pytest.raises(error):
         policy.handle(a_batch(8), ERROR, Server({3}, error))
+
+
+class Crashing(Server):
+    """A model whose runtime ends with the bad rows."""
+
+    def __init__(self, bad: set[int]) -> None:
+        super().__init__(bad, PoisonedRequest)
+        self.crashes = 0
+
+    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        try:
+            return super().__call__(batch)
+        except PoisonedRequest:
+            self.crashes += 1
+            raise
+
+
+@pytest.mark.parametrize("bad", [{0}, {8191}, {4711}, {1, 2}, {63, 64, 8000}])
+def test_rows_that_end_workers_are_found_with_few_such_calls(bad: set[int]) -> None:
+    server = Crashing(bad)
+    policy = RowPolicy("quarantine=q", RESULTS, ErrorBudget())
+    outcome = policy.handle(a_batch(8192), PoisonedRequest("crashed"), server)
+    assert outcome.rejected is not None
+    assert set(outcome.rejected["a"].to_pylist()) == bad
+    assert outcome.rejected["error_code"].to_pylist() == ["poisoned"] * len(bad)
+    # Of 128, 2 and 1 rows.
+    assert server.crashes <= 3 * len(bad)
+    assert outcome.kept.num_rows == 8192 - len(bad)
+
+
+def test_calls_that_end_workers_are_limited() -> None:
+    budget = ErrorBudget(poisoned_max=10)
+    server = Crashing(set(range(8192)))
+    policy = RowPolicy("null", RESULTS, pickle.loads(pickle.dumps(budget)))  # noqa: S301
+    with pytest.raises(TooManyErrors, match="data of 11 calls ended workers; limit 10"):
+        policy.handle(a_batch(8192), PoisonedRequest("crashed"), server)
+    assert server.crashes == 10
 
 
 def test_budget_is_shared_and_names_its_limit() -> None:

@@ -796,15 +796,24 @@ def test_batches_fit_a_batch_of_a_worker(tmp_path: Path) -> None:
 
 
 def test_description_waits_for_the_runtimes_of_all_workers() -> None:
-    found = [described(RUNTIME), described(RUNTIME, LATER)]
-    metadata: Any = found[0].metadata
-    metadata["all_runtimes"] = False
+    partial: Any = described(RUNTIME)
+    partial.metadata["all_runtimes"] = False
+    found = [partial, partial, described(RUNTIME, LATER)]
 
     def model(name: str, *, version: str | None = None) -> Any:
-        return SimpleNamespace(description=found.pop(0) if len(found) > 1 else found[0])
+        return SimpleNamespace(description=found.pop(0))
 
     client: Any = SimpleNamespace(model=model)
-    assert len(describe(client, "m", None).metadata["runtimes"]) == 2
+    assert len(describe(client, "m", None).metadata["runtimes"]) == 1
+    assert len(describe(client, "m", None, workers_s=WITHIN_S).metadata["runtimes"]) == 2
+
+
+@pytest.mark.parametrize("how", ["null", "quarantine=bad"])
+def test_rejected_rows_of_a_ranked_batch_cannot_be_taken_out(tmp_path: Path, how: str) -> None:
+    bench = Bench(tmp_path, on_error=how)
+    bench.client.description = description(ranked_within=("",))
+    with pytest.raises(ConfigError, match="ranks the rows of a batch"):
+        bench.planned()
 
 
 def test_description_waits_for_a_server_that_starts() -> None:
