@@ -155,7 +155,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         optimization_level: Graph optimization by ONNX Runtime.
         parallel_execution: Run independent operators in parallel.
         memory_pattern: Plan memory from the shapes of the first run.
-        max_batch_rows: Rows of a batch; a request with more rows is split.
+        max_batch_rows: Rows of a batch; a request with more rows is split, or rejected if its rows
+            may depend on each other.
         result_string_bytes: Bytes of the longest string in a result. A running batch reserves this
             for each string in the output arena. A longer string fails the batch.
         shadow_share: Share of the requests of the model's other versions that this version runs

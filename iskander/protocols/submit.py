@@ -128,6 +128,7 @@ class RequestSubmitter:
         """
         if not offered.rows:
             self._require_running()
+            lane.require_rows_optional()
             return b""
         caller = _Caller()
         try:

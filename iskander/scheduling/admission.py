@@ -61,13 +61,20 @@ class Backlog(NamedTuple):
     workers: int
     free_ns: int
 
-    def drain_ns(self, rules: Rules, rows: int) -> int:
-        """Time that the workers need for a number of rows in full batches."""
+    def drain_ns(self, rules: Rules, rows: int, requests: int = 1) -> int:
+        """Time that the workers need for the rows of some requests.
+
+        In full batches, or one for each request if the rules keep them apart.
+        """
         if not rows:
             return 0
         batches = -(-rows // rules.rows_max)
+        if rules.is_apart and requests > batches:
+            batches, batch_rows = requests, -(-rows // requests)
+        else:
+            batch_rows = min(rows, rules.rows_max)
         turns = -(-batches // max(self.workers, 1))
-        return turns * self.cost.predict_ns(rules.run_rows(min(rows, rules.rows_max)))
+        return turns * self.cost.predict_ns(rules.run_rows(batch_rows))
 
 
 class Unreserved:
@@ -229,10 +236,12 @@ def late_error(
     start_ns = max(backlog.free_ns, now_ns)
     # Fast path: in time even if the whole queue ran first.
     margin_ns = int(margin * (deadline_ns - now_ns))
-    if start_ns + backlog.drain_ns(rules, queue.rows + request.rows) + margin_ns <= deadline_ns:
+    all_ns = backlog.drain_ns(rules, queue.rows + request.rows, queue.requests + 1)
+    if start_ns + all_ns + margin_ns <= deadline_ns:
         return None
     before = queue.rows_before(request) if len(queue) else 0
-    end_ns = start_ns + backlog.drain_ns(rules, before + request.rows)
+    requests = 1 + (-(-before * queue.requests // queue.rows) if before else 0)
+    end_ns = start_ns + backlog.drain_ns(rules, before + request.rows, requests)
     if before:
         end_ns += int(margin * (end_ns - now_ns))
     if end_ns <= deadline_ns:

@@ -4,6 +4,9 @@ The size of a batch is its number of rows. It takes requests with the shape of t
 order, until the next one does not fit or would make the batch miss its earliest deadline. A request
 is split only if it is larger than the largest batch.
 
+If the rows of a model depend on each other (`contract.row_relation`), each request is a batch of
+its own, at once and without padding.
+
 An idle worker gets its batch at once, unless a linger is configured or a client is about to send a
 request that would otherwise cost a separate run. A busy worker gets its next batch early, to avoid
 idle time between runs. A batch that gains by growing is held until the worker is nearly free.
@@ -23,6 +26,7 @@ import msgspec
 
 from iskander.clock import NS_PER_US
 from iskander.config.models import LaneConfig
+from iskander.contract.row_relation import INDEPENDENT, RowRelation
 from iskander.scheduling.cost import LEARNED_SAMPLES, CostModel
 from iskander.scheduling.fair_share import BriefRequests, slice_rows
 from iskander.scheduling.queue import WaitingQueue
@@ -68,6 +72,8 @@ class Rules(NamedTuple):
         linger_ns: Maximum time that the first request waits for others.
         may_doom: Requests that cannot meet their deadlines are rejected.
         has_shapes: Requests may have different shapes.
+        is_apart: Every batch has rows of one request only, and is not held to grow.
+        is_whole: Every request is one batch without padding; none has more than `rows_max` rows.
     """
 
     rows_max: int
@@ -76,6 +82,8 @@ class Rules(NamedTuple):
     linger_ns: int = 0
     may_doom: bool = True
     has_shapes: bool = False
+    is_apart: bool = False
+    is_whole: bool = False
 
     def run_rows(self, rows: int) -> int:
         """Number of rows that the model runs with for a batch, padding included."""
@@ -88,13 +96,23 @@ class Rules(NamedTuple):
         return min(rows, self.rows_max)
 
 
-def make_rules(config: LaneConfig, rows_max: int, rows_fixed: int | None, linger_ns: int) -> Rules:
+def make_rules(
+    config: LaneConfig,
+    rows_max: int,
+    rows_fixed: int | None,
+    linger_ns: int,
+    relation: RowRelation = INDEPENDENT,
+) -> Rules:
     """Derive the rules of a lane; `rows_fixed` is the graph's, `linger_ns` the policy's default."""
+    if relation.is_whole:
+        return Rules(rows_fixed or rows_max, is_apart=True, is_whole=True)
     sizes = tuple(sorted(size for size in set(config.pad_to) if size <= rows_max))
     if rows_fixed is not None:
         sizes = (rows_fixed,)
     if sizes:
         rows_max = sizes[-1]
+    if not relation.is_combinable:
+        return Rules(rows_max, sizes, is_apart=True)
     return Rules(
         rows_max=rows_max,
         sizes=sizes,
@@ -143,6 +161,7 @@ def form(
         slice_max = rules.slice_of(slice_rows(cost)) or slice_max
     target = _target(queue, rules, cost)
     is_simple = not queue.constrained and not rules.linger_ns and not rules.has_shapes
+    is_simple = is_simple and not rules.is_apart
     if is_simple and queue.rows < target and queue.rows <= slice_max:
         # Fast path: nothing to wait for and no deadline, so the whole queue is one batch.
         picks: list[tuple[Request, int]] = []
@@ -164,7 +183,8 @@ def form(
     hold_ns = kept_ns = 0
     must_keep = draft.due_ns < NEVER_NS or draft.is_sliced
     may_wait = reason is None or must_keep
-    if may_wait and draft.picks and not draft.picks[0][0].is_alone:
+    is_alone = rules.is_apart or (bool(draft.picks) and draft.picks[0][0].is_alone)
+    if may_wait and draft.picks and not is_alone:
         run_rows = rules.run_rows(draft.rows)
         kept_ns = _kept_ns(cost, run_rows, draft.rows, free_ns, must_keep=must_keep)
         if reason is None:
@@ -214,8 +234,8 @@ class _Draft:
     ) -> Reason | None:
         """Add requests in queue order, and those too late to `doomed`.
 
-        A slice of a large request runs alone; a request whose terms say that it runs alone has no
-        slices. Returns the reason for closing; None: it can grow.
+        A slice of a large request runs alone; a request that runs alone by its terms or the rules
+        has no slices. Returns the reason for closing; None: it can grow.
         """
         skipped = 0
         for request in queue:
@@ -230,7 +250,7 @@ class _Draft:
                 return reason
             self.is_sliced = (
                 request.todo[0][1] > slice_max
-                and not request.terms.is_alone
+                and not (self.rules.is_apart or request.terms.is_alone)
                 and brief is not None
                 and brief.has_other(request.terms.source, now_ns)
             )
@@ -265,7 +285,7 @@ class _Draft:
         if not self.picks:
             return None
         first, rows = self.picks[0][0], self.rows + request.todo[0][1]
-        if first.is_alone or request.is_alone:
+        if self.rules.is_apart or first.is_alone or request.is_alone:
             return Reason.ALONE
         if request.shape != first.shape:
             return Reason.SHAPE

@@ -18,7 +18,7 @@ from iskander.errors import IskanderError, RemoteUnavailable
 from iskander.logs import requests as log
 from iskander.logs import workers as worker_log
 from iskander.measurement.counters import Counters
-from iskander.scheduling.admission import doomed_error, expired_error
+from iskander.scheduling.admission import expired_error
 from iskander.scheduling.batcher import Formed
 from iskander.scheduling.completion import RequestCompletion
 from iskander.scheduling.fair_share import BriefRequests
@@ -293,7 +293,7 @@ class Dispatcher:
                     continue  # Another worker, without a credit now, is free earlier.
                 for request in formed.doomed:
                     lane.queue.remove(request)
-                    self._completion.reject(request, doomed_error(request, now))
+                    self._completion.reject(request, lane.doomed_error(request, now))
                 return 0
             if formed.hold_ns > now:
                 if formed.reserves_worker:

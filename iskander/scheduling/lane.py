@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, KeysView
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+import msgspec
+
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from iskander.config.models import LaneConfig
 from iskander.contract.buckets import variants
@@ -18,8 +20,11 @@ from iskander.contract.runtime import Runtime
 from iskander.contract.tensors import Contract
 from iskander.control.messages import ModelSpec
 from iskander.errors import (
+    ContractError,
     DroppedFromQueue,
     IskanderError,
+    LimitExceeded,
+    ModelMoved,
     ModelQuarantined,
     NotReady,
     QueueFull,
@@ -34,6 +39,7 @@ from iskander.scheduling.admission import (
     Backlog,
     Margin,
     Unreserved,
+    doomed_error,
     expired_error,
     late_error,
     select_victims,
@@ -240,7 +246,11 @@ class Lane:
 
     def _make_rules(self, contract: Contract) -> None:
         rules = make_rules(
-            self.config, self.model.rows_max, contract.rows_fixed, self._policy.linger_ns
+            self.config,
+            self.model.rows_max,
+            contract.rows_fixed,
+            self._policy.linger_ns,
+            self.relation,
         )
         self.rules = rules._replace(has_shapes=len(self.layouts_by_bucket) > 1)
 
@@ -304,18 +314,60 @@ class Lane:
         """The error of a request during an outage of the remote server."""
         return RemoteUnavailable(self.outage, model=self.model.name, retry_after_ms=RETRY_OUTAGE_MS)
 
+    def whole_error(self, rows: int, *, is_cut: bool = False) -> IskanderError | None:
+        """The error of a request that cannot be one run with exactly its rows; None if it can.
+
+        For a lane whose rules are `is_whole`.
+        """
+        assert self.contract is not None
+        rows_fixed, reason = self.contract.rows_fixed, self.relation.reason
+        if is_cut:
+            return self.cut_error()
+        if rows_fixed is not None and rows != rows_fixed:
+            return ContractError(
+                f"model `{self.title}` takes exactly {rows_fixed} rows in each request, got "
+                f"{rows}: its first axis is fixed, and {reason}",
+                model=self.model.name,
+                wanted=rows_fixed,
+                got=rows,
+            )
+        if rows > self.rules.rows_max:
+            return LimitExceeded(
+                f"a request for model `{self.title}` runs as a whole and has {rows:,} rows, limit "
+                f"{self.rules.rows_max:,} (`models.max_batch_rows`); {reason}. Send fewer rows, "
+                "raise the limit, or set `combine = true` in the manifest if the rows are known "
+                "to be independent",
+                model=self.model.name,
+                wanted=self.rules.rows_max,
+                got=rows,
+            )
+        return None
+
+    def cut_error(self) -> ModelMoved:
+        """The error of a request that was cut before its lane's rules became `is_whole`."""
+        problem = "was cut before its rows were known to depend on each other; send it again"
+        return ModelMoved(f"a request for model `{self.title}` {problem}", retry_after_ms=0)
+
+    def require_rows_optional(self) -> None:
+        """Raise an error if a request without rows is not answered, with a fixed first axis."""
+        error = self.whole_error(0) if self.rules.is_whole else None
+        if error is not None:
+            raise error
+
     def require_open(self, request: Request, now_ns: int) -> None:
         """Reject a request that cannot be queued or cannot complete in time.
 
         Raises:
-            IskanderError: From `require_worker`, `share_error`, `expired_error`, `late_error` or
-                `select_victims`.
+            IskanderError: From `require_worker`, `whole_error`, `share_error`, `expired_error`,
+                `late_error` or `select_victims`.
         """
         # Step 3
         self.require_worker()
         error: IskanderError | None = None
         if len(self.offenders):
             error = self.offenders.error(request.terms.source, now_ns, self.title)
+        if error is None and self.rules.is_whole:
+            error = self.whole_error(request.rows, is_cut=request.is_cut)
         if error is None and not request.is_part:
             outstanding = self.outstanding.get(request.terms.client, 0)
             error = share_error(outstanding, self.config, request)
@@ -410,7 +462,7 @@ class Lane:
         rules = self.rules
         if not self._may_reject_late(now_ns):
             rules = rules._replace(may_doom=False)
-        return form(
+        formed = form(
             self.queue,
             rules,
             self.cost_of(worker),
@@ -419,6 +471,19 @@ class Lane:
             expected=self.arrivals.expected(now_ns) if len(self.arrivals) else (),
             brief=brief,
         )
+        if rules.is_whole and formed.picks:
+            request = formed.picks[0][0]
+            if self.whole_error(request.rows, is_cut=request.is_cut) is not None:
+                # Queued before another worker measured the rows.
+                formed = msgspec.structs.replace(formed, doomed=[*formed.doomed, request])
+        return formed
+
+    def doomed_error(self, request: Request, now_ns: int) -> IskanderError:
+        """The error of a queued request in `Formed.doomed`."""
+        error = None
+        if self.rules.is_whole:
+            error = self.whole_error(request.rows, is_cut=request.is_cut)
+        return error or doomed_error(request, now_ns)
 
     def take(self, request: Request, rows: int) -> tuple[int, int]:
         """Take rows of a queued request for a batch; returns the first row and the count."""
@@ -471,7 +536,8 @@ class Lane:
     def retry_after_ms(self, now_ns: int) -> int:
         """Predicted time until half of the queue has drained."""
         backlog = self.backlog(now_ns)
-        drain_ns = backlog.drain_ns(self.rules, max(self.queue.rows // 2, 1))
+        rows, requests = max(self.queue.rows // 2, 1), max(self.queue.requests // 2, 1)
+        drain_ns = backlog.drain_ns(self.rules, rows, requests)
         return min(max(drain_ns // NS_PER_MS, 1), RETRY_MOST_MS) if drain_ns else RETRY_UNKNOWN_MS
 
     def _may_reject_late(self, now_ns: int) -> bool:

@@ -167,6 +167,11 @@ class Request:
         todo = self.todo
         return todo[0][1] if len(todo) == 1 else sum(count for _, count in todo)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is not all rows of its batch, or a worker has had some of them only."""
+        return self.is_part or self.whole is not None or self.todo != [(0, self.rows)]
+
     def restart_wait(self, now_ns: int) -> None:
         """Restart the maximum wait; the deadline and the maximum age stay."""
         config, terms = self.lane.config, self.terms

@@ -15,12 +15,14 @@ from iskander.measurement.counters import Counters
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS, Request
 from iskander.shadow.admission import Pauses
-from iskander.shadow.comparison import Body, Comparison, Tolerance
+from iskander.shadow.comparison import GROUP_WORK, Body, Comparison, Tolerance
 from iskander.shadow.contract import match_outputs
 from iskander.shadow.queue import ShadowPart, ShadowQueue
 
 COMPARE_NS: Final = NS_PER_S // 10
 """Age at which collected results are compared, even if they are few."""
+WHOLE_WORK_MAX: Final = 16 * GROUP_WORK
+"""Work of the comparison of a request that runs as a whole: some 3 ms of the event loop."""
 INTERNAL: Final = "internal error, see the log"
 
 
@@ -78,6 +80,23 @@ class ShadowPair:
         lane = self.candidate
         is_open = lane.contract is not None and lane.quarantine is None and not lane.outage
         return is_open and bool(lane.workers)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the candidate must run each request as the served version did: as one batch."""
+        return self.served.rules.is_apart or self.candidate.rules.is_apart
+
+    def obstacle(self, request: Request) -> str:
+        """Return why a request is not compared although it must run as a whole; empty if it is."""
+        assert self.comparison is not None
+        served, candidate = self.served, self.candidate
+        is_part = request.is_part or request.whole is not None
+        rows_max = min(served.rules.rows_max, candidate.rules.rows_max)
+        is_wrong = candidate.rules.is_whole and candidate.whole_error(request.rows) is not None
+        if is_part or is_wrong or request.rows > rows_max:
+            return "not_whole"
+        is_large = request.rows * self.comparison.row_work > WHOLE_WORK_MAX
+        return "too_large" if is_large else ""
 
     def match(self) -> bool:
         """Compare the contracts, once both are known; return whether results can be compared."""

@@ -92,6 +92,15 @@ class ShadowQueue:
         self._usage.add(1, entry.size_bytes)
         self._waiting.append(entry)
 
+    @property
+    def is_first_cut(self) -> bool:
+        """Whether rows of the first request have run."""
+        return self._waiting[0].next_row > 0
+
+    def peek_whole(self) -> list[ShadowPart]:
+        """Return all rows of the first request; nothing is changed."""
+        return [ShadowPart(self._waiting[0], 0, self._waiting[0].rows)]
+
     def peek(self, rows_max: int) -> list[ShadowPart]:
         """Return the next rows with the bucket of the first; nothing is changed."""
         parts: list[ShadowPart] = []

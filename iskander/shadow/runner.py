@@ -3,7 +3,8 @@
 Rules keep them from delaying other requests:
 
 - A batch is sent only to a worker without any other batch, and without a request that waits for it.
-- It is short, and limited to a share of the worker's time and of this event loop (`admission`).
+- It is short, and limited to a share of the worker's time and of this event loop (`admission`). If
+  the rows of a version depend on each other, it is one whole request instead, of any duration.
 - It is cancelled if it would run for a while longer when another batch arrives. A worker that runs
   it nevertheless is ended.
 - Few requests are kept (`queue`), and they are dropped when memory is needed. None is retried.
@@ -209,8 +210,9 @@ class ShadowRunner:
             return "not_comparable" if pair.problem else "not_ready"
         if not pair.is_runnable:
             return "not_ready"
-        if now < pair.pauses.until_ns:
-            return "suspended"
+        reason = pair.obstacle(request) if pair.is_apart else ""
+        if reason or now < pair.pauses.until_ns:
+            return reason or "suspended"
         arena = self._arena.arena
         if 2 * arena.leased_bytes > arena.capacity_bytes:
             return "arena_full"
@@ -246,11 +248,17 @@ class ShadowRunner:
         lane, comparison = pair.candidate, pair.comparison
         assert comparison is not None
         cost = lane.cost_of(worker)
-        rows = rows_of_batch(
-            cost, pair.served.cost_of(worker), pair.queue.first_rows, is_odd=bool(pair.batches % 2)
-        )
-        work_rows = max(GROUP_WORK // comparison.row_work, 1)
-        parts = pair.queue.peek(min(rows, work_rows, lane.rules.rows_max))
+        if pair.is_apart:
+            if pair.queue.is_first_cut:  # Before the dependence of the rows was known.
+                pair.dropped["not_whole"] += pair.queue.drop_first()
+                return
+            parts = pair.queue.peek_whole()
+        else:
+            served = pair.served.cost_of(worker)
+            first_rows, is_odd = pair.queue.first_rows, bool(pair.batches % 2)
+            rows = rows_of_batch(cost, served, first_rows, is_odd=is_odd)
+            work_rows = max(GROUP_WORK // comparison.row_work, 1)
+            parts = pair.queue.peek(min(rows, work_rows, lane.rules.rows_max))
         sizes = [lane.layout(part.rows).output_bytes for part in parts]
         arena = worker.output_arena
         is_busy = 2 * (arena.leased_bytes + sum(sizes)) > arena.capacity_bytes

@@ -6,6 +6,7 @@ from typing import Any
 
 from iskander.config.models import LaneConfig
 from iskander.contract.column_types import ColumnType
+from iskander.contract.row_relation import INDEPENDENT, RowRelation
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
 from iskander.control.messages import ModelSpec
 from iskander.errors import IskanderError
@@ -62,11 +63,16 @@ def model_of(key: int = 0, rows_max: int = 64) -> ModelSpec:
 
 
 def lane_of(
-    key: int = 0, *, rows_max: int = 64, contract: Contract | None = None, **settings: Any
+    key: int = 0,
+    *,
+    rows_max: int = 64,
+    contract: Contract | None = None,
+    relation: RowRelation = INDEPENDENT,
+    **settings: Any,
 ) -> Lane:
     """A lane with a contract; `settings` are those of `[lane]`."""
     lane = Lane(model_of(key, rows_max), LaneConfig(**settings))
-    lane.set_contract(contract or CONTRACT)
+    lane.set_contract(contract or CONTRACT, relation)
     return lane
 
 

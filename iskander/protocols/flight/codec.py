@@ -119,6 +119,10 @@ class StreamCodec:
         self._last_bytes = 0
         self._last: ParsedBatch | None = None
 
+    def set_whole(self, *, is_whole: bool) -> None:
+        """Set whether each later batch is one request (`Converter.is_whole`)."""
+        self._converter.is_whole = is_whole
+
     def is_quick(self, raw: bytes | memoryview) -> bool:
         """Whether a message is small, or its header is cached; read others on a thread.
 

@@ -72,7 +72,13 @@ class RewrittenBatch(NamedTuple):
 
 
 class Converter:
-    """Converter of one stream; tracks the dictionaries received and sent."""
+    """Converter of one stream; tracks the dictionaries received and sent.
+
+    Attributes:
+        is_whole: All rows of a batch are in one portion, with the largest bucket that one needs.
+    """
+
+    is_whole = False
 
     def __init__(self, plan: Plan, limits: LimitsConfig) -> None:
         self._plan = plan
@@ -160,6 +166,8 @@ class Converter:
             portions = [BatchPortion(rows, assemble(contract, built, None, 0), np.arange(0), 0)]
         else:
             numbers = bucket_numbers(built, plan.buckets)
+            if self.is_whole:
+                numbers[:] = numbers.max()
             used = [(int(n), np.flatnonzero(numbers == n)) for n in np.unique(numbers)]
             inputs = ((at, spec) for number, at in used for spec in plan.variants[number].inputs)
             size = sum(spec.buffer_bytes(len(at)) for at, spec in inputs)

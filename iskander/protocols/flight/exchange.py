@@ -355,7 +355,8 @@ class Exchange:
 
     def _read_batch(self, raw: Message) -> None:
         """Read and admit one batch, in a task if it is slow or must wait."""
-        assert self._codec is not None
+        assert self._codec is not None and self.target.lane is not None
+        self._codec.set_whole(is_whole=self.target.lane.rules.is_whole)
         try:
             if not self._codec.is_quick(raw):
                 self._admission = self._loop.create_task(self._read_and_admit(raw))
@@ -437,9 +438,13 @@ class Exchange:
                 self._end(error)
                 raise
         if len(parsed.portions) > 1:
-            return split_batch(self.target.lane, parsed, raw_bytes, self._terms, self._on_split_end)
+            lane = self.target.lane
+            if lane.rules.is_whole:
+                raise lane.cut_error()
+            return split_batch(lane, parsed, raw_bytes, self._terms, self._on_split_end)
         pending = PendingBatch(self.target.lane, self, parsed, raw_bytes, self._terms)
         if not pending.rows:
+            self.target.lane.require_rows_optional()
             pending.response = self._codec.prepare(parsed, b"")
             self._append(pending)
             self._write_soon()

@@ -241,6 +241,7 @@ class Session:
             is_single=received.is_single,
         )
         if not pending.rows:
+            lane.require_rows_optional()
             pending.body, pending.tensors = b"", []
             self._enter_window(pending)
             self._write_soon()

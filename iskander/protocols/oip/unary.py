@@ -95,6 +95,7 @@ class UnaryInfer:
             return False
         tensors, charged_bytes = self._inference.tensors(resolved, scanned, call)
         if not tensors.rows:
+            resolved.lane.require_rows_optional()
             self._answer(0, b"")
             return True
         call.receive()  # From here on only the request refers to the message.

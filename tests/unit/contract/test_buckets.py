@@ -59,13 +59,20 @@ def bucketed(**more: Any) -> Contract:
     )  # fmt: skip
 
 
-def read(contract: Contract, limits: LimitsConfig = LIMITS, **columns: pa.Array) -> ParsedBatch:
+def read(
+    contract: Contract,
+    limits: LimitsConfig = LIMITS,
+    *,
+    is_whole: bool = False,
+    **columns: pa.Array,
+) -> ParsedBatch:
     batch = pa.record_batch(list(columns.values()), names=list(columns))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     schema, message = pa.ipc.MessageReader.open_stream(sink.getvalue())
     codec = StreamCodec(Plan(bytes(schema.metadata), contract, limits), limits)
+    codec.set_whole(is_whole=is_whole)
     body = memoryview(bytes(message.body) if message.body else b"")
     parsed = codec.decode(memoryview(bytes(message.metadata)), body, b"")
     assert parsed is not None
@@ -259,3 +266,15 @@ def test_portion_admitted_after_its_batch_failed_releases_its_memory() -> None:
 
     assert events == [("submitted", first), ("given back", second)]
     assert third.lease is None
+
+
+@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=20))
+@settings(max_examples=30, deadline=None)
+def test_rows_that_depend_on_each_other_share_the_largest_bucket_of_any(lengths: list[int]) -> None:
+    lists = pa.array([[1] * length for length in lengths], pa.list_(pa.int64()))
+    rows = pa.array(range(len(lengths)))
+    (part,) = read(bucketed(), is_whole=True, x=lists, i=rows).portions
+    assert BUCKETS[part.bucket] == min(
+        each for each in (*BUCKETS, 12) if each >= min(max(lengths), 9)
+    )
+    assert np.frombuffer(part.tensors[3], np.int64).tolist() == list(range(len(lengths)))

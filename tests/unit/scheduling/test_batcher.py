@@ -21,8 +21,20 @@ from support.batches import (
 )
 from support.lanes import MS, cost_of
 
-from iskander.scheduling.batcher import EXPECTED_LATE_NS, LATE_NS, Formed, Reason, Rules, form
+from iskander.auth.source import Source
+from iskander.config.models import LaneConfig
+from iskander.contract.row_relation import RowRelation
+from iskander.scheduling.batcher import (
+    EXPECTED_LATE_NS,
+    LATE_NS,
+    Formed,
+    Reason,
+    Rules,
+    form,
+    make_rules,
+)
 from iskander.scheduling.cost import CostModel
+from iskander.scheduling.fair_share import BriefRequests
 from iskander.scheduling.request import NEVER_NS, Request
 
 SLOW = cost_of(200_000, BASE)
@@ -252,3 +264,53 @@ def test_deadline_is_compared_with_the_padded_run(late_by_ns: int, doomed: int) 
     request = waiting(5, due_ns=NOW + span_ns(64) - late_by_ns)
 
     assert len(formed(queue_of(request), cost=COST, sizes=(4, 64)).doomed) == doomed
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_requests_kept_apart_share_no_batch(is_whole: bool) -> None:
+    """Neither at once, nor by a linger, nor for an expected request, nor for a busy worker."""
+    queue = queue_of(3, 2, 1)
+    due = waiting(1, due_ns=NOW + 20 * MS)
+    for requests, more in (
+        (queue, {}),
+        (queue, {"free_ns": NOW + 5 * MS}),
+        (queue_of(due, 1), {"expected": [(NOW + MS, NOW + 8 * MS)]}),
+    ):
+        batch = formed(requests, cost=COST, is_apart=True, is_whole=is_whole, **more)
+        assert len(batch.picks) == 1 and batch.hold_ns == 0 and not batch.doomed
+        assert batch.reason is Reason.ALONE
+
+
+def test_request_kept_apart_is_not_sliced_for_others() -> None:
+    """A brief request of another source waits; a request of more rows than a batch is cut."""
+    brief = BriefRequests()
+    other, own = Source("a", ""), Source("b", "")
+    brief.note(other, NOW)
+    for is_apart, rows in ((False, 1), (True, 40)):
+        queue = queue_of(waiting(100, source=own))
+        slow = cost_of(2 * MS, BASE)
+        batch = form(queue, Rules(40, is_apart=is_apart), slow, now_ns=NOW, brief=brief)
+        assert rows_of(batch) == [rows]
+
+
+FIXED = RowRelation("dependent", "")
+
+
+@pytest.mark.parametrize(
+    ("relation", "rows_fixed", "expected"),
+    [
+        (FIXED, None, Rules(64, is_apart=True, is_whole=True)),
+        (FIXED, 3, Rules(3, is_apart=True, is_whole=True)),
+        (RowRelation("undecided", ""), None, Rules(64, is_apart=True, is_whole=True)),
+        (RowRelation("approximate", ""), None, Rules(16, (4, 16), is_apart=True)),
+        (RowRelation("approximate", "", True), None, Rules(16, (4, 16), (8,), 5000)),
+        (RowRelation("dependent", "", True), None, Rules(16, (4, 16), (8,), 5000)),
+        (RowRelation("independent", "", False), 3, Rules(3, is_apart=True, is_whole=True)),
+        (RowRelation("independent", ""), 3, Rules(3, (3,), (), 5000)),
+    ],
+)
+def test_rules_of_a_relation(
+    relation: RowRelation, rows_fixed: int | None, expected: Rules
+) -> None:
+    config = LaneConfig(pad_to=(16, 4), preferred_batch_rows=(8,), linger_us=5)
+    assert make_rules(config, 64, rows_fixed, 0, relation) == expected

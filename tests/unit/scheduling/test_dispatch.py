@@ -17,6 +17,7 @@ from support.lanes import MS, RecordingCaller, lane_of
 from support.simulation import SimulatedWorker, Simulation
 
 from iskander.config.models import LaneConfig
+from iskander.contract.row_relation import RowRelation
 from iskander.control.messages import Done, Execute, Failed, Slice
 from iskander.errors import NotReady
 from iskander.logs import requests
@@ -514,3 +515,18 @@ def test_batches_before_a_failed_one_are_sent(monkeypatch: pytest.MonkeyPatch) -
             gateway.loop.turn()
 
         assert [execute.model for execute in worker.sent] == [0]
+
+
+def test_requests_queued_before_the_rows_were_measured(
+    gateway: Simulation, worker: SimulatedWorker
+) -> None:
+    """The second worker finds that the rows depend on each other: what was cut is rejected."""
+    submit(gateway, *[8] * CREDITS)
+    ((_, whole), (_, large)) = submit(gateway, 8, 9)
+    gateway.lanes[0].weaken_relation(RowRelation("dependent", "row 3 differs"))
+    worker.play()
+    gateway.loop.run(100 * MS)
+
+    assert len(whole.results) == 1 and large.codes == ["limit"]
+    assert all(len(each.slices) == 1 for each in worker.sent)
+    assert gateway.is_clean()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from support.lanes import CONTRACT, MS, RecordingCaller, cost_of, lane_of, put, request_of
 
 from iskander.config.models import LaneConfig
 from iskander.contract.column_types import ColumnType
+from iskander.contract.row_relation import RowRelation
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import IskanderError, QueueFull
 from iskander.scheduling.admission import PASSED_MAX
@@ -519,3 +521,74 @@ def test_contract_that_cannot_be_applied_is_not_set() -> None:
     with pytest.raises(KeyError):
         lane.set_contract(Contract((column,), (column,)))
     assert lane.contract is None
+
+
+DEPENDENT = RowRelation("dependent", "row 3 differs among other rows")
+
+
+def whole_lane(rows_fixed: int | None = None) -> Lane:
+    lane = open_lane()
+    lane.set_contract(msgspec.structs.replace(CONTRACT, rows_fixed=rows_fixed), DEPENDENT)
+    return lane
+
+
+@pytest.mark.parametrize(
+    ("rows_fixed", "rows", "code", "parts"),
+    [
+        (None, 9, "limit", ("9 rows, limit 8", "max_batch_rows", "row 3 differs", "combine")),
+        (3, 2, "contract", ("exactly 3 rows", "got 2", "row 3 differs")),
+        (3, 6, "contract", ("exactly 3 rows", "got 6")),
+    ],
+)
+def test_request_that_cannot_run_as_a_whole(
+    rows_fixed: int | None, rows: int, code: str, parts: tuple[str, ...]
+) -> None:
+    lane = whole_lane(rows_fixed)
+    admit(lane, rows_fixed or 8)
+    with pytest.raises(IskanderError) as caught:
+        admit(lane, rows)
+    assert caught.value.code == code and caught.value.fields["got"] == rows
+    assert not caught.value.retryable
+    assert all(part in caught.value.message for part in parts), caught.value.message
+
+
+def test_part_of_a_batch_does_not_run_as_a_whole() -> None:
+    with pytest.raises(IskanderError) as caught:
+        admit_portion(whole_lane())
+    assert caught.value.code == "model_moved" and caught.value.retryable
+
+
+def test_request_without_rows_is_answered_unless_the_rows_are_fixed() -> None:
+    whole_lane().require_rows_optional()
+    open_lane().require_rows_optional()
+    with pytest.raises(IskanderError, match="exactly 3 rows"):
+        whole_lane(3).require_rows_optional()
+
+
+def test_weakest_measurement_of_the_workers_applies() -> None:
+    lane = open_lane(pad_to=(4, 8))
+    assert lane.rules.sizes == (4, 8) and not lane.rules.is_apart
+    lane.weaken_relation(RowRelation("approximate", "2 % apart"))
+    assert lane.rules.is_apart and not lane.rules.is_whole and lane.rules.sizes == (4, 8)
+    lane.weaken_relation(DEPENDENT)
+    assert lane.rules.is_whole and lane.rules.sizes == ()
+    lane.weaken_relation(RowRelation("independent", ""))
+    assert lane.rules.is_whole
+
+
+def test_backlog_of_a_lane_that_combines_nothing_counts_its_requests() -> None:
+    """Eight requests of a row are eight runs: late, where one batch would be in time."""
+    for relation, is_late in ((None, False), (DEPENDENT, True)):
+        lane = open_lane(refuse_late=True, policy="fifo")
+        if relation is not None:
+            lane.set_contract(CONTRACT, relation)
+        lane.costs[0] = cost_of(0, 10 * MS)
+        lane.ran_ns = NOW
+        for _ in range(8):
+            admit(lane)
+        if is_late:
+            with pytest.raises(IskanderError) as caught:
+                admit(lane, budget_ms=50.0)
+            assert caught.value.code == "deadline_unreachable"
+        else:
+            admit(lane, budget_ms=50.0)

@@ -18,14 +18,17 @@ from support.lanes import CONTRACT, MS, RecordingCaller, lane_of
 from support.simulation import SimulatedWorker, Simulation
 
 from iskander.contract.column_types import ColumnType
+from iskander.contract.row_relation import RowRelation
 from iskander.contract.rows import RowCopier
 from iskander.contract.tensors import Contract, TensorSpec
+from iskander.control.messages import Execute
 from iskander.errors import IskanderError
 from iskander.memory.heartbeat import write_heartbeat
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import Request, Terms
 
 EXAMPLES, REQUESTS = 10, 1000
+DEPENDENT, APPROXIMATE = RowRelation("dependent", ""), RowRelation("approximate", "")
 REJECTED, CRASHING = 7_777_777, 6_666_666
 """Values that the model rejects, and that crash the worker."""
 
@@ -42,7 +45,7 @@ ERROR_CODES = {
     "dropped",
     "not_ready",
 }
-ADMISSION_CODES = {"queue_full", "client_over_share", "deadline_unreachable", "not_ready"}
+ADMISSION_CODES = {"queue_full", "client_over_share", "deadline_unreachable", "not_ready", "limit"}
 
 
 class SentRequest:
@@ -90,6 +93,15 @@ def reference(values: Any) -> str | None:
     return "execution_failed" if REJECTED in values else None
 
 
+def cost(execute: Execute) -> int:
+    """Cost of a batch, whose composition its model permits."""
+    if execute.model in (4, 5):
+        (part,) = execute.slices
+        assert part.rows == execute.rows
+        assert part.rows == part.request_rows or execute.model == 5
+    return 20_000 + 500 * execute.rows
+
+
 def lanes_of(rng: random.Random) -> list[Lane]:
     common = {"contract": FLAGGED, "client_requests": 10**6, "queue_bytes": 4 << 20}
     return [
@@ -105,6 +117,8 @@ def lanes_of(rng: random.Random) -> list[Lane]:
             queue_requests=20,
             **common,
         ),
+        lane_of(4, rows_max=64, pad_to=(64,), linger_us=300, relation=DEPENDENT, **common),
+        lane_of(5, rows_max=8, linger_us=300, relation=APPROXIMATE, **common),
     ]
 
 
@@ -138,7 +152,7 @@ class Traffic:
 
     def configure(self, worker: SimulatedWorker) -> None:
         worker.reference = reference
-        worker.cost = lambda execute: 20_000 + 500 * execute.rows
+        worker.cost = cost
         worker.play()
 
     def submit(self) -> None:
@@ -157,11 +171,12 @@ class Traffic:
             budget_ms=rng.choice([None, None, 0.5, 5.0, 100.0]),
             is_newest_wins=rng.random() < 0.05,
         )
-        sent = SentRequest(self.gateway, rng.randrange(4), values, terms)
+        sent = SentRequest(self.gateway, rng.randrange(6), values, terms)
         try:
             self.gateway.submit(sent.request)
         except IskanderError as error:
             assert error.code in ADMISSION_CODES, error
+            assert error.code != "limit" or rows > 64
             assert sent.request.lease is None and not sent.caller.outcome_count
             return
         self.sent.append(sent)

@@ -18,6 +18,7 @@ from support.simulation import SimulatedWorker, Simulation
 
 from iskander.config.shadow import ShadowConfig
 from iskander.contract.column_types import ColumnType
+from iskander.contract.row_relation import RowRelation
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.control.messages import Failed
 from iskander.scheduling.lane import Lane
@@ -25,7 +26,7 @@ from iskander.scheduling.request import Request
 from iskander.shadow import pair as pair_module
 from iskander.shadow import runner as runner_module
 from iskander.shadow.comparison import Body
-from iskander.shadow.pair import COMPARE_NS, INTERNAL, ShadowPair
+from iskander.shadow.pair import COMPARE_NS, INTERNAL, WHOLE_WORK_MAX, ShadowPair
 from iskander.shadow.queue import QUEUED_NS, REQUESTS_MAX
 from iskander.shadow.runner import CANCEL_TIMEOUT_NS, ShadowRunner
 
@@ -581,3 +582,59 @@ def test_99th_percentile_of_the_served_version_hardly_moves(run_ns: int) -> None
     with_shadow, without = (latencies(share, run_ns) for share in (1.0, 0.0))
     ratio = np.percentile(with_shadow, 99) / np.percentile(without, 99)
     assert ratio < 1.05
+
+
+DEPENDENT, APPROXIMATE = RowRelation("dependent", ""), RowRelation("approximate", "")
+
+
+@pytest.mark.parametrize("relation", [DEPENDENT, APPROXIMATE])
+@pytest.mark.parametrize("which", [0, 1])
+def test_requests_of_models_with_related_rows_run_as_they_were_served(
+    relation: RowRelation, which: int
+) -> None:
+    """Each of both versions may be the one; otherwise batches begin with 4 rows."""
+    lanes = [lane_of(key, rows_max=64, pad_to=(64,)) for key in (0, 1)]
+    lanes[which] = lane_of(which, rows_max=64, relation=relation)
+    with simulated(*lanes) as simulation:
+        shadowed, worker = Shadowed(simulation), simulation.start()
+        for rows in (40, 7):
+            shadowed.serve(worker, rows)
+            simulation.loop.run(MS)
+            (part,) = worker.sent[-1].slices
+            assert (worker.sent[-1].model, part.rows, part.request_rows) == (1, rows, rows)
+            simulation.done(worker, worker.sent[-1])
+        assert shadowed.rows() == 47 and not shadowed.pair.dropped
+        assert simulation.is_clean()
+
+
+def test_requests_that_a_candidate_cannot_run_as_a_whole_are_dropped() -> None:
+    with simulated(lane_of(0), lane_of(1, rows_max=8, relation=DEPENDENT)) as simulation:
+        shadowed, worker = Shadowed(simulation), simulation.start()
+        shadowed.serve(worker, 9)
+        request, _ = simulation.submit_rows(0, 3)
+        request.is_part = True
+        simulation.loop.turn()
+        simulation.done(worker, worker.sent[-1])
+        assert shadowed.shadow_batches(worker) == 0
+        assert shadowed.pair.dropped == {"not_whole": 12}
+        assert simulation.is_clean()
+
+
+def test_requests_too_large_to_compare_at_once_are_dropped() -> None:
+    """Their comparison would delay the event loop."""
+    with simulated(lane_of(0, rows_max=1 << 20), lane_of(1, rows_max=1 << 20)) as simulation:
+        simulation.lanes[1].weaken_relation(DEPENDENT)
+        shadowed, worker = Shadowed(simulation), simulation.start()
+        shadowed.serve(worker, WHOLE_WORK_MAX + 1)
+        assert shadowed.pair.dropped == {"too_large": WHOLE_WORK_MAX + 1}
+
+
+def test_request_that_was_cut_before_the_rows_were_measured_is_dropped(
+    shadowed: Shadowed, worker: SimulatedWorker
+) -> None:
+    shadowed.serve(worker, 40)
+    shadowed.lanes[1].weaken_relation(DEPENDENT)
+    shadowed.simulation.done(worker, worker.sent[-1])
+    shadowed.simulation.loop.run(S)
+    assert shadowed.pair.dropped == {"not_whole": 36}
+    assert shadowed.simulation.is_clean()

@@ -1,0 +1,150 @@
+"""Models whose rows depend on each other: each answer is that of its request alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from support import row_graphs
+from support.processes import Gateway, running
+
+from iskander.errors import ContractError, IskanderError, LimitExceeded
+
+ROWS_MAX = 8
+CLIENTS, REQUESTS = 4, 60
+Infer = Callable[[str, np.ndarray], np.ndarray]
+LIST = pa.list_(pa.float32(), row_graphs.WIDTH)
+
+
+def column(x: np.ndarray) -> Any:
+    return pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), type=LIST)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """`fixed` has a fixed first axis; `declared` is independent but not combined."""
+    folder = tmp_path_factory.mktemp("related")
+    lane = {"pad_to": [4, ROWS_MAX], "linger_us": 2000, "preferred_batch_rows": [4]}
+    paths = {
+        "sums": row_graphs.cumulative_sum(folder / "sums"),
+        "fixed": row_graphs.cumulative_sum(folder / "fixed", rows=3),
+        "declared": row_graphs.linear(folder / "declared"),
+    }
+    (folder / "declared" / "manifest.toml").write_text(
+        'format = 1\ncombine = false\ninputs = [{tensor = "x", column = "x"}]\n'
+        'outputs = [{tensor = "y", column = "y", type = "fixed_size_list<float32>[3]"}]\n'
+    )
+    served = [
+        {"name": name, "path": str(path), "max_batch_rows": ROWS_MAX, "lane": lane}
+        for name, path in paths.items()
+    ]
+    with running(
+        folder, served, workers={"groups": ["0"], "count": 1}, http={"address": "127.0.0.1:0"}
+    ) as ready:
+        yield ready
+        ready.wait_idle()
+
+
+def by_flight(gateway: Gateway) -> Infer:
+    """Batches of one stream for each call."""
+    client = gateway.client()
+
+    def infer(model: str, x: np.ndarray) -> np.ndarray:
+        (result,) = client.stream(model, [pa.record_batch({"x": column(x)})])
+        return np.stack(result.column("y").to_numpy(zero_copy_only=False))
+
+    return infer
+
+
+def by_flight_window(gateway: Gateway) -> Infer:
+    """The batch between two others of the same stream."""
+    client = gateway.client()
+
+    def infer(model: str, x: np.ndarray) -> np.ndarray:
+        batch, other = (pa.record_batch({"x": column(each)}) for each in (x, 100 + x[::-1]))
+        _, result, _ = client.stream(model, [other, batch, other])
+        return np.stack(result.column("y").to_numpy(zero_copy_only=False))
+
+    return infer
+
+
+def by_triton(kind: Any, address: str) -> Infer:
+    client = kind.InferenceServerClient(address)
+
+    def infer(model: str, x: np.ndarray) -> np.ndarray:
+        tensor = kind.InferInput("x", list(x.shape), "FP32")
+        tensor.set_data_from_numpy(x)
+        result: np.ndarray = client.infer(model, [tensor]).as_numpy("y")
+        return result
+
+    return infer
+
+
+def by_grpc(gateway: Gateway) -> Infer:
+    """Calls of Triton's gRPC client."""
+    return by_triton(triton_grpc, gateway.address)
+
+
+def by_http(gateway: Gateway) -> Infer:
+    """Calls of Triton's HTTP client."""
+    return by_triton(triton_http, gateway.stats()["http_address"])
+
+
+@pytest.mark.parametrize("connect", [by_flight, by_flight_window, by_grpc, by_http])
+@pytest.mark.parametrize("model", ["sums", "fixed"])
+def test_concurrent_callers_get_the_results_of_their_requests_alone(
+    gateway: Gateway, connect: Callable[[Gateway], Infer], model: str
+) -> None:
+    barrier = threading.Barrier(CLIENTS)
+
+    def call(seed: int) -> int:
+        rng, infer, wrong = np.random.default_rng(seed), connect(gateway), 0
+        barrier.wait(30)
+        for _ in range(REQUESTS):
+            rows = 3 if model == "fixed" else int(rng.integers(1, ROWS_MAX + 1))
+            x = rng.standard_normal((rows, row_graphs.WIDTH)).astype(np.float32)
+            wrong += not np.allclose(infer(model, x), np.cumsum(x, axis=0), atol=1e-4)
+        return wrong
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        assert list(pool.map(call, range(CLIENTS))) == [0] * CLIENTS
+    lane = gateway.stats()["lanes"][f"{model}/1"]
+    assert lane["batches"] == lane["completed"]
+
+
+def test_requests_of_a_model_that_declares_it_are_not_combined(gateway: Gateway) -> None:
+    infer = by_flight_window(gateway)
+    for rows in range(1, ROWS_MAX + 1):
+        infer("declared", np.ones((rows, row_graphs.WIDTH), np.float32))
+    lane = gateway.stats()["lanes"]["declared/1"]
+    assert lane["batches"] == lane["completed"] == 3 * ROWS_MAX
+    assert lane["rows"] == 3 * sum(range(1, ROWS_MAX + 1))
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "kind", "parts"),
+    [
+        ("sums", 9, LimitExceeded, ["9 rows, limit 8", "max_batch_rows", "dependent", "combine"]),
+        ("declared", 20, LimitExceeded, ["20 rows, limit 8", "combine = false"]),
+        ("fixed", 1, ContractError, ["exactly 3 rows", "got 1"]),
+        ("fixed", 6, ContractError, ["exactly 3 rows", "got 6"]),
+        ("fixed", 0, ContractError, ["exactly 3 rows", "got 0"]),
+    ],
+)
+def test_request_that_cannot_be_one_run(
+    gateway: Gateway, model: str, rows: int, kind: type[IskanderError], parts: list[str]
+) -> None:
+    x = np.zeros((rows, row_graphs.WIDTH), np.float32)
+    with pytest.raises(kind) as caught:
+        by_flight(gateway)(model, x)
+    assert all(part in caught.value.message for part in parts), caught.value.message
+    for connect in (by_grpc, by_http):
+        with pytest.raises(Exception, match=parts[0]):  # Triton's own type for each.
+            connect(gateway)(model, x)
