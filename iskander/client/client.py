@@ -282,6 +282,9 @@ class Client:
             second = next(batches, None) if is_single else None
             if second is not None or not is_single:
                 ahead = [first] if second is None else [first, second]
+                if self._is_matched:
+                    # The server may have another version of the model by now.
+                    terms = {**terms, **self._describe(key, deadline).cut_terms}
                 sent, headers = itertools.chain(ahead, batches), _headers(terms)
                 results = self._stream(path, sent, terms, headers, deadline, resume=True)
             else:
@@ -350,7 +353,7 @@ class Client:
         batches = itertools.chain([first], _apply(matching, source.batches, rows))
         limits = matching.model.limits
         bytes_max, string_bytes_max = limits["bytes"], limits["string_bytes"]
-        if not matching.model.ranked_within:
+        if not matching.model.ranked_within and not matching.model.is_whole:
             rows_max = min(limits["rows"], BATCH_ROWS)
             return slices(
                 batches,
@@ -359,7 +362,7 @@ class Client:
                 string_bytes_max=string_bytes_max,
                 strings=matching.strings,
             )
-        # A rank is within one batch, so a table is one batch.
+        # A rank, or a result that depends on other rows, is of one batch, so a table is one batch.
         try:
             batch = whole(
                 batches,
@@ -368,8 +371,7 @@ class Client:
                 string_bytes_max=string_bytes_max,
             )
         except LimitExceeded as error:
-            text = f"model `{key[0]}` ranks all rows of a batch: {error.message}"
-            raise LimitExceeded(text, **error.fields) from None
+            raise matching.model.whole_error(error) from None
         return iter([batch])
 
     def _match_first(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from iskander.errors import ProtocolError
+from iskander.errors import LimitExceeded, ProtocolError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,6 +37,10 @@ class ModelDescription:
         passthrough: Columns that are returned: `all`, `none`, or names.
         ranked_within: For each rank among the results, the column with its groups; empty: all rows
             of a batch.
+        row_relation: Whether a row's result depends on the other rows of its batch: `independent`,
+            `approximate`, `dependent` or `undecided`.
+        is_whole: All rows of a table must be one batch, because of the relation or the manifest.
+        whole_reason: Why.
         metadata: All keys of the contract, as the server sends them.
     """
 
@@ -54,6 +58,27 @@ class ModelDescription:
     passthrough: str | tuple[str, ...]
     ranked_within: tuple[str, ...]
     metadata: Mapping[str, Any]
+    row_relation: str = "independent"
+    is_whole: bool = False
+    whole_reason: str = ""
+
+    @property
+    def cut_terms(self) -> dict[str, Any]:
+        """Terms of batches that are parts of a table, for a server that checks it."""
+        return {"cut": True} if "rows" in self.metadata else {}
+
+    def whole_error(self, error: LimitExceeded) -> LimitExceeded:
+        """Return the error of a table that is too large for one batch, with the reason for one."""
+        if not self.is_whole:
+            text = f"model `{self.name}` ranks all rows of a batch: {error.message}"
+        else:
+            text = (
+                f"model `{self.name}` takes all rows of a table in one batch: {error.message}; a "
+                f"run has at most {self.max_batch_rows:,} rows (`models.max_batch_rows`), and "
+                f"{self.whole_reason}. Send a smaller table, raise the limit, or set `combine = "
+                "true` in the manifest if the rows are known to be independent"
+            )
+        return LimitExceeded(text, **error.fields)
 
 
 def read_description(results: Sequence[bytes]) -> ModelDescription:
@@ -66,6 +91,8 @@ def read_description(results: Sequence[bytes]) -> ModelDescription:
         described, inputs, outputs = results
         contract = json.loads(described)
         passthrough = contract["passthrough"]
+        # Servers before 0.2 have no such key.
+        relation = contract.get("rows", {"verdict": "independent"})
         return ModelDescription(
             name=contract["name"],
             version=contract["version"],
@@ -81,6 +108,9 @@ def read_description(results: Sequence[bytes]) -> ModelDescription:
             passthrough=passthrough if isinstance(passthrough, str) else tuple(passthrough),
             ranked_within=tuple(contract["ranked_within"]),
             metadata=contract,
+            row_relation=relation["verdict"],
+            is_whole=relation.get("is_whole", False),
+            whole_reason=relation.get("reason", ""),
         )
     except (ValueError, LookupError, TypeError, OSError) as error:
         text = f"the server's contract cannot be read: {type(error).__name__} {error}"

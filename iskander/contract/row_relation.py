@@ -55,6 +55,17 @@ class RowRelation(msgspec.Struct, frozen=True, array_like=True):
             return f"the manifest has combine = {text}; measured: {self.verdict}, {self.evidence}"
         return f"its rows are {self.verdict}: {self.evidence}"
 
+    def to_wire(self) -> dict[str, str | bool | None]:
+        """Convert to values for JSON: what it is, and what it permits."""
+        return {
+            "verdict": self.verdict,
+            "evidence": self.evidence,
+            "combine": self.combine,
+            "is_combinable": self.is_combinable,
+            "is_whole": self.is_whole,
+            "reason": self.reason,
+        }
+
 
 INDEPENDENT = RowRelation("independent", "")
 

@@ -50,6 +50,7 @@ class StreamTerms:
         self._cache: dict[bytes, Terms] | None = None
         self.is_in_band = terms.errors == "in-band"  # The error of a batch replaces its result.
         self.runtimes = terms.runtimes  # Names of the permitted runtimes; empty for all.
+        self.is_cut = terms.cut  # The batches are parts of a table.
         self.region = terms.region  # Name of the shared-memory region; empty for none.
         # No other caller can guess the name.
         self._client = self._qualified(terms.client or f"stream {secrets.token_hex(8)}")

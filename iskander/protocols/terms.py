@@ -80,6 +80,8 @@ class HeaderTerms(ClientTerms, frozen=True, forbid_unknown_fields=True):
         hops: Gateways that the call passed before, each with a remote model.
         runtimes: Names of `runtimes` in the contract with ` | ` between them; a model that runs
             with another one rejects the call, because the last bits of its results may differ.
+        cut: The batches are parts of a table that the client has cut. A model whose rows depend on
+            each other rejects them.
     """
 
     errors: Literal["end", "in-band"] = "end"
@@ -87,6 +89,7 @@ class HeaderTerms(ClientTerms, frozen=True, forbid_unknown_fields=True):
     read: str = ""
     hops: Annotated[int, Meta(ge=0)] = 0
     runtimes: str = ""
+    cut: bool = False
 
 
 NO_HEADER_TERMS: Final = HeaderTerms()

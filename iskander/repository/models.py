@@ -374,6 +374,7 @@ def describe(lane: Lane) -> dict[str, Any]:
     if contract is not None:
         described |= {
             "rows_fixed": contract.rows_fixed,
+            "rows": lane.relation.to_wire(),
             "inputs": [entry_keys(entry) for entry in entries_of(contract)],
             "outputs": _outputs(contract),
             "passthrough": contract.passthrough,

@@ -348,6 +348,15 @@ class Lane:
         problem = "was cut before its rows were known to depend on each other; send it again"
         return ModelMoved(f"a request for model `{self.title}` {problem}", retry_after_ms=0)
 
+    def cut_table_error(self) -> ContractError:
+        """The error of a batch that is a part of a table, of a lane whose rules are `is_whole`."""
+        return ContractError(
+            f"a request for model `{self.title}` must have all rows of its table, and the client "
+            f"has cut the table: {self.relation.reason}. Repeat the call, so that the client reads "
+            "the model's contract again; if versions differ, name one",
+            model=self.model.name,
+        )
+
     def require_rows_optional(self) -> None:
         """Raise an error if a request without rows is not answered, with a fixed first axis."""
         error = self.whole_error(0) if self.rules.is_whole else None

@@ -15,6 +15,7 @@ import tritonclient.http as triton_http
 from support import row_graphs
 from support.processes import Gateway, running
 
+from iskander.client import Client
 from iskander.errors import ContractError, IskanderError, LimitExceeded
 
 ROWS_MAX = 8
@@ -126,6 +127,33 @@ def test_requests_of_a_model_that_declares_it_are_not_combined(gateway: Gateway)
     lane = gateway.stats()["lanes"]["declared/1"]
     assert lane["batches"] == lane["completed"] == 3 * ROWS_MAX
     assert lane["rows"] == 3 * sum(range(1, ROWS_MAX + 1))
+
+
+def test_table_is_one_request(gateway: Gateway) -> None:
+    """In one batch of several chunks; batches of `stream` are requests as they are."""
+    parts = [np.random.default_rng(1).standard_normal((2, row_graphs.WIDTH)) for _ in range(4)]
+    batches = [pa.record_batch({"x": column(each.astype(np.float32))}) for each in parts]
+    with Client(gateway.address) as client:
+        found = client.score("sums", pa.Table.from_batches(batches))
+        assert client.model("sums").description.limits["rows"] == ROWS_MAX
+        with pytest.raises(LimitExceeded, match="a table in one batch: at least 10 rows"):
+            client.score("sums", pa.Table.from_batches([*batches, batches[0]]))
+        streamed = list(client.stream("sums", batches))
+    values = np.stack(found["y"].to_numpy())
+    np.testing.assert_allclose(values, np.cumsum(np.concatenate(parts), axis=0), atol=1e-4)
+    for part, result in zip(parts, streamed, strict=True):
+        values = np.stack(result.column("y").to_numpy(zero_copy_only=False))
+        np.testing.assert_allclose(values, np.cumsum(part, axis=0), atol=1e-4)
+
+
+def test_parts_of_a_table_are_rejected(gateway: Gateway) -> None:
+    """A client may have read the contract of another version."""
+    batch = pa.record_batch({"x": column(np.ones((2, row_graphs.WIDTH), np.float32))})
+    with gateway.client() as client:
+        with pytest.raises(ContractError, match="all rows of its table"):
+            list(client.stream("sums", [batch], terms={"cut": True}))
+        description = client.model("sums").description
+    assert (description.row_relation, description.is_whole) == ("dependent", True)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def gateway(stub: Stub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ga
     brief = remote(folder / "brief", stub.address, timeout_s=0.4)
     with running(
         folder,
-        [served(faulty), served(brief)],
+        [served(faulty, max_batch_rows=200_000), served(brief)],
         workers={"hang_s": 1.0},
         http={"address": "127.0.0.1:0"},
         inferential={"address": "tcp://127.0.0.1:0", "errors": "metadata"},

@@ -39,6 +39,22 @@ PASSTHROUGH = BINARY.replace("format = 1", 'format = 1\npassthrough = "all"').re
 )
 
 
+COMBINED = """
+format = 1
+combine = true
+inputs = [
+    {tensor = "a", column = "a"}, {tensor = "flag", column = "flag"},
+    {tensor = "b", column = "b"}, {tensor = "n", column = "n"},
+]
+outputs = [
+    {tensor = "first", column = "first", type = "fixed_size_list<utf8>[2]"},
+    {tensor = "next", column = "next", type = "int64"},
+    {tensor = "second", column = "second", type = "utf8"},
+    {tensor = "unflag", column = "unflag", type = "bool"},
+]
+"""
+
+
 def mixed(folder: Path, rows: Any = "rows") -> Path:
     """A model of two strings, a boolean and a number, with its outputs in another order."""
     string, integer, boolean = TensorProto.STRING, TensorProto.INT64, TensorProto.BOOL
@@ -104,13 +120,16 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     passthrough = models.identity(folder / "passing", string, ["rows"])
     (passthrough / "manifest.toml").write_text(PASSTHROUGH)
     together = {"linger_us": 10_000_000, "refuse_late": False}
+    # A load cannot decide for so few rows.
+    fixed = mixed(folder / "fixed", 4)
+    (fixed / "manifest.toml").write_text(COMBINED)
     paths: dict[str, tuple[Path, dict[str, Any]]] = {
         "echo": (models.identity(folder / "echo", string, ["rows"]), {}),
         "binary": (binary, {}),
         "passing": (passthrough, {}),
         "mixed": (mixed(folder / "mixed"), {"max_batch_rows": 50}),
         "together": (mixed(folder / "together"), {"max_batch_rows": 12, "lane": together}),
-        "fixed": (mixed(folder / "fixed", 4), {}),
+        "fixed": (fixed, {}),
         "number": (cast(folder / "number", string, TensorProto.INT64), {}),
         "text": (cast(folder / "text", TensorProto.INT64, string), {}),
         "half": (models.identity(folder / "half", bfloat16, ["rows", 2]), {"max_batch_rows": 5}),

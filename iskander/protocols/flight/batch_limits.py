@@ -14,12 +14,16 @@ from iskander.contract.tensors import Contract, body_layout
 
 
 def batch_limits(
-    contract: Contract, limits: LimitsConfig, own: GrantLimits = NO_LIMITS
+    contract: Contract,
+    limits: LimitsConfig,
+    own: GrantLimits = NO_LIMITS,
+    rows_max: int | None = None,
 ) -> dict[str, int]:
     """Return the maximum rows, bytes and string bytes of a batch of a grant with limits `own`.
 
-    Rows are fewer than `limits.rows` if the tensors of so many rows exceed `limits.bytes`, which
-    padded lists do, or if their results exceed `limits.result_bytes`. At least one.
+    Rows are at most `rows_max`, if each batch must be one run. They are fewer than `limits.rows` if
+    the tensors of so many rows exceed `limits.bytes`, which padded lists do, or if their results
+    exceed `limits.result_bytes`. At least one.
     """
 
     def excess(rows: int) -> bool:
@@ -28,6 +32,6 @@ def batch_limits(
         return tensor_bytes > limits.bytes or result_bytes > limits.result_bytes
 
     rows = bisect_right(range(1, limits.rows + 1), x=False, key=excess)
-    rows = min(rows, own.batch_rows or rows, own.outstanding_rows or rows)
+    rows = min(rows, own.batch_rows or rows, own.outstanding_rows or rows, rows_max or rows)
     size = min(limits.bytes, own.batch_bytes or limits.bytes)
     return {"rows": max(rows, 1), "bytes": size, "string_bytes": min(limits.string_bytes, size)}

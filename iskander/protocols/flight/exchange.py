@@ -437,14 +437,16 @@ class Exchange:
             except IskanderError as error:
                 self._end(error)
                 raise
+        lane = self.target.lane
+        if lane.rules.is_whole and self._terms.is_cut:
+            raise lane.cut_table_error()
         if len(parsed.portions) > 1:
-            lane = self.target.lane
             if lane.rules.is_whole:
                 raise lane.cut_error()
             return split_batch(lane, parsed, raw_bytes, self._terms, self._on_split_end)
-        pending = PendingBatch(self.target.lane, self, parsed, raw_bytes, self._terms)
+        pending = PendingBatch(lane, self, parsed, raw_bytes, self._terms)
         if not pending.rows:
-            self.target.lane.require_rows_optional()
+            lane.require_rows_optional()
             pending.response = self._codec.prepare(parsed, b"")
             self._append(pending)
             self._write_soon()

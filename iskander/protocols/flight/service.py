@@ -223,7 +223,9 @@ class FlightService:
         assert lane.contract is not None
         quota = self._input_arena.quotas.get(grant.name)
         own = NO_LIMITS if quota is None else quota.limits
-        described = describe(lane) | {"limits": batch_limits(lane.contract, self.limits, own)}
+        rows_max = lane.rules.rows_max if lane.rules.is_whole else None
+        limits = batch_limits(lane.contract, self.limits, own, rows_max)
+        described = describe(lane) | {"limits": limits}
         described |= self.models.describe_versions(lane.model.name)
         described["all_runtimes"] = self.models.has_all_runtimes(lane)
         inputs = request_schema(lane.contract).serialize().to_pybytes()

@@ -29,7 +29,7 @@ class Server:
         contract: Keys of the contract that differ.
         described: Keys of models whose contract was asked for.
         sent: Batches that were sent.
-        headers: Headers of each call with one batch.
+        headers: Headers of each call with batches.
         failures: Number of calls with one batch that fail first.
         streams: Number of streams.
     """
@@ -93,8 +93,11 @@ def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
                 raise NotReady("no workers")
             return server.result(batch)
 
-        def exchange(self, path: list[str], feed: Any, *_: Any) -> Iterator[pa.RecordBatch]:
+        def exchange(
+            self, path: list[str], feed: Any, headers: Headers, *_: Any
+        ) -> Iterator[pa.RecordBatch]:
             server.streams += 1
+            server.headers.append(headers)
             for batch, _terms in feed:
                 yield server.result(batch)
 
@@ -286,6 +289,40 @@ def test_limit_that_was_raised_holds_for_the_next_table(client: Client, server: 
             client.score("m", table)
     server.contract = {"ranked_within": [""], "limits": limits | {"rows": 11}}
     client.score("m", table)
+
+
+# ---- Models whose rows depend on each other
+
+WHOLE = {"verdict": "dependent", "is_whole": True, "reason": "its rows are dependent: row 3"}
+
+
+def test_table_of_related_rows_is_sent_as_one_batch(client: Client, server: Server) -> None:
+    server.contract = {"rows": WHOLE}
+    batches = [pa.record_batch({"x": np.arange(10_000)}) for _ in range(8)]
+    assert client.score("m", pa.Table.from_batches(batches))["rows"][0].as_py() == 80_000
+    assert (server.streams, server.headers) == (0, [[]])
+
+
+def test_table_of_related_rows_above_the_limit_is_an_error(client: Client, server: Server) -> None:
+    limits = {"rows": 1024, "bytes": 1 << 30, "string_bytes": 1 << 30}
+    server.contract = {"rows": WHOLE, "limits": limits}
+    with pytest.raises(LimitExceeded) as caught:
+        client.score("m", pa.table({"x": np.arange(1025)}))
+    for part in ("1,025 rows", "1,024 rows", "max_batch_rows", "row 3", "combine = true"):
+        assert part in caught.value.message
+    assert server.sent == []
+
+
+@pytest.mark.parametrize("rows", [None, {"verdict": "independent", "is_whole": False}])
+def test_cut_table_says_so_to_servers_that_check_it(
+    client: Client, server: Server, rows: dict[str, Any] | None
+) -> None:
+    """Only if it is cut: a server of an earlier release rejects the unknown header."""
+    server.contract = {} if rows is None else {"rows": rows}
+    client.score("m", pa.table({"x": np.arange(10)}))
+    client.score("m", pa.table({"x": np.arange(100_000)}), terms={"priority": 3})
+    cut = [] if rows is None else [(b"iskander-cut", b"true")]
+    assert server.headers == [[], [(b"iskander-priority", b"3"), *cut]]
 
 
 # ---- Live readers
