@@ -44,6 +44,7 @@ ERROR_CODES = {
     "superseded",
     "dropped",
     "not_ready",
+    "client_over_share",  # Queued requests of a client that ended a worker.
 }
 ADMISSION_CODES = {"queue_full", "client_over_share", "deadline_unreachable", "not_ready", "limit"}
 
