@@ -299,7 +299,7 @@ class InferentialConfig(Section, frozen=True, kw_only=True):
 
 
 class HttpConfig(Section, frozen=True, kw_only=True):
-    """The Open Inference Protocol over HTTP. Parsing of JSON blocks the event loop.
+    """The Open Inference Protocol over HTTP. JSON needs the interpreter of the event loop.
 
     Attributes:
         address: `HOST:PORT`, different from the other ports. Port 0: a free port. Empty: disabled.

@@ -409,6 +409,22 @@ def test_frames_without_messages_above_the_cpu_limit_close_the_connection(
     asyncio.run(scenario())
 
 
+def test_invalid_messages_above_the_cpu_limit_close_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as observations for unknown models: no processor time is granted for them."""
+    monkeypatch.setattr(cpu_allowance, "BURST_NS", 60_000_000)
+    hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
+
+    async def scenario() -> None:
+        peer = Peer(asyncio.get_running_loop())
+        peer.is_valid = False
+        await peer.feed(hello + VECTORS["observation"] * 30_000, 1 << 20)
+        assert peer.ended == ["cpu_time"] and peer.transport.is_aborted
+
+    asyncio.run(scenario())
+
+
 MIB = 1 << 20
 
 

@@ -50,6 +50,7 @@ class Peer:
     Attributes:
         messages: Those accepted by the session.
         room: Limit of accepted messages.
+        is_valid: Whether the session takes them as valid.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Peer:
         self.arrivals: list[int] = []
         self.reasons: list[str] = []
         self.room = room
+        self.is_valid = True
         self.transport = Transport()
         self.budget = ReceiveBudget(receive_bytes)
         self.timeouts = TimeoutsConfig()
@@ -95,9 +97,10 @@ class Peer:
     def is_full(self) -> bool:
         return len(self.messages) >= self.room
 
-    def on_message(self, parts: list[Part], arrived_ns: int) -> None:
+    def on_message(self, parts: list[Part], arrived_ns: int) -> bool:
         self.messages.append(parts)
         self.arrivals.append(arrived_ns)
+        return self.is_valid
 
     def on_writable(self) -> None: ...
 

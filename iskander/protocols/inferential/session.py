@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Final
 
 from iskander.auth.source import UNKNOWN_SOURCE, Source
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns, wall_ns
-from iskander.errors import INTERNAL, DeadlineExceeded, Draining, IskanderError, Overloaded
+from iskander.errors import (
+    INTERNAL,
+    DeadlineExceeded,
+    Draining,
+    Fault,
+    IskanderError,
+    Overloaded,
+)
 from iskander.logs import requests as log
 from iskander.protocols.inferential.terms import read_terms
 from iskander.protocols.inferential.wire import (
@@ -130,11 +137,11 @@ class Session:
         """Whether an accepted observation has no reply, or a reply is unsent."""
         return bool(self._replies or self._admission) or self._connection.has_unsent
 
-    def on_message(self, parts: list[Part], arrived_ns: int) -> None:
-        """Process a message."""
+    def on_message(self, parts: list[Part], arrived_ns: int) -> bool:
+        """Process a message; return whether it is an observation that the client may send."""
         received = self._read(parts)
         if received is None:
-            return
+            return False
         observation, address = received
         stamp_ns, length = observation.envelope.timestamp_ns, len(observation.payload)
         self._service.metrics.on_received(self.labels, stamp_ns, length)
@@ -142,9 +149,11 @@ class Session:
             self._submit(observation, address, arrived_ns)
         except IskanderError as error:
             self._reject(address, error)
+            return error.fault != Fault.CLIENT
         except Exception as failure:
             log.observation_failed(error=failure)
             self._reject(address, IskanderError(INTERNAL))
+        return True
 
     def reject(self, parts: list[Part]) -> None:
         """Reject a message for lack of memory."""

@@ -10,7 +10,6 @@ Runs on: gateway loop, and threads of its own. Source: RFC 1950, RFC 1952.
 from __future__ import annotations
 
 import os
-import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -30,17 +29,17 @@ READ_BYTES: Final = 65_536
 """Compressed bytes per step."""
 PIECE_BYTES: Final = 262_144
 """Decompressed bytes per step of a thread."""
-NICENESS: Final = 10
-"""Of the threads: the event loop and the workers have priority."""
 GZIP_BYTES_MIN: Final = 18
 """A header, and a trailer that ends with the uncompressed size."""
 _WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
-THREADS: Final = ThreadPoolExecutor(
-    2, "inflate", lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-)
+THREADS_MAX: Final = 2
+THREADS: Final = ThreadPoolExecutor(min(THREADS_MAX, max((os.cpu_count() or 1) // 2, 1)), "inflate")
 """Few threads: decompression bombs delay each other and take little time from other threads.
-Source: setpriority(2), C library/kernel differences: the priority is per thread."""
+
+They have the priority of the event loop: one of a lower priority waits for a processor while it
+holds the interpreter lock, or while the loop passes the lock to it, and the loop waits as long.
+"""
 
 
 def start(raw: Message, encoding: str, bytes_max: int) -> Message | RpcError | Decompressor:
@@ -96,12 +95,13 @@ class Decompressor:
         Runs on: a thread.
         """
         try:
-            view, at = target.data, 0
+            at = 0
             while self._pieces or not self._inflater.eof:
                 piece = self._pieces.pop(0) if self._pieces else self._step(PIECE_BYTES)
-                view[at : at + len(piece)] = piece
+                # numpy copies without the interpreter lock, which the event loop needs.
+                target[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
                 at += len(piece)
-            return view[:at]
+            return target.data[:at]
         except RpcError as error:
             return detach(error)
         except MemoryError:

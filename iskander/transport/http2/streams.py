@@ -34,6 +34,11 @@ FRAGMENT_BYTES: Final = 256
 """A DATA frame with less payload and without END_STREAM is a fragment."""
 FRAGMENT_COST: Final = 0.25
 """Cost of a fragment, in frames."""
+CONTINUATION_BYTES_MIN: Final = 1024
+"""A CONTINUATION frame with less payload is a fragment: clients fill 16 KiB first."""
+SHORT_CONTINUATION_COST: Final = 4.0
+EMPTY_CONTINUATION_COST: Final = 100.0
+"""Costs of a fragment, and of a frame without payload, which no client sends, in frames."""
 MESSAGE_CPU_NS: Final = 500 * NS_PER_US
 BYTE_CPU_NS: Final = 2
 """CPU time granted for a received message, and for a byte of one."""
@@ -175,10 +180,13 @@ class Streams:
     def on_continuation(self, flags: int, stream_id: int, payload: memoryview) -> None:
         """Process a CONTINUATION frame."""
         self.block_reader.on_continuation(stream_id, payload)
+        if not len(payload):
+            self._limiter.charge(self.now_ns, EMPTY_CONTINUATION_COST)
+        elif not flags & frames.END_HEADERS:
+            is_short = len(payload) < CONTINUATION_BYTES_MIN
+            self._limiter.charge(self.now_ns, SHORT_CONTINUATION_COST if is_short else 1.0)
         if flags & frames.END_HEADERS:
             self._end_block()
-        else:
-            self._limiter.charge(self.now_ns)
 
     def _end_block(self) -> None:
         """Process a complete header block: request headers or trailers."""

@@ -40,7 +40,7 @@ CLOCK_FRAMES: Final = 16
 """Frames without a complete message between two clock reads."""
 MESSAGE_CPU_NS: Final = 500 * NS_PER_US
 BYTE_CPU_NS: Final = 2
-"""Processor time granted per message and per byte."""
+"""Processor time granted per valid message and per byte."""
 
 
 class Session(Protocol):
@@ -52,8 +52,11 @@ class Session(Protocol):
     def is_full(self) -> bool:
         """Whether it accepts no messages; calls `Connection.resume` when it accepts them again."""
 
-    def on_message(self, parts: list[Part], arrived_ns: int) -> None:
-        """Process a message; `arrived_ns` is its monotonic arrival time."""
+    def on_message(self, parts: list[Part], arrived_ns: int) -> bool:
+        """Process a message; `arrived_ns` is its monotonic arrival time.
+
+        Returns whether it was valid: time for others is granted to no connection.
+        """
 
     def reject(self, parts: list[Part]) -> None:
         """Reject a message for lack of memory."""
@@ -384,7 +387,7 @@ class Connection(asyncio.BufferedProtocol):
         backlog, session = self._backlog, self._session
         while session is not None and backlog and not (self._is_closed or session.is_full):
             parts, arrived_ns = backlog.pop()
-            session.on_message(parts, arrived_ns)
+            self._take(session, parts, arrived_ns)
             if backlog and now_ns() >= until_ns:
                 self._is_interrupted = True
                 return
@@ -446,12 +449,16 @@ class Connection(asyncio.BufferedProtocol):
         parts, self._parts = self._parts, []
         size, small_bytes = self._parts_bytes, self._small_bytes
         self._parts_bytes = self._small_bytes = 0
-        self._granted_ns += MESSAGE_CPU_NS + BYTE_CPU_NS * size
+        self._granted_ns += BYTE_CPU_NS * size
         self._progress_ns = self._read_ns
         if self._backlog or session.is_full:
             self._backlog.append(parts, size, small_bytes, self._read_ns)
         else:
-            session.on_message(parts, self._read_ns)
+            self._take(session, parts, self._read_ns)
+
+    def _take(self, session: Session, parts: list[Part], arrived_ns: int) -> None:
+        if session.on_message(parts, arrived_ns):
+            self._granted_ns += MESSAGE_CPU_NS
 
     def _on_command(self, name: bytes, data: bytes) -> None:
         if name == frames.READY and self._session is None:

@@ -25,6 +25,7 @@ from iskander.contract.strings import body_to_strings
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput, Unsupported
 from iskander.protocols import tensors as offered
+from iskander.protocols.oip.http import json_bounds, json_values
 from iskander.protocols.oip.http.body import BodyQuota, ReceivedBody, read_body
 from iskander.protocols.oip.http.json_values import write_data
 from iskander.protocols.oip.http.messages import ParsedRequest, read_raw, read_request
@@ -195,6 +196,9 @@ def check_raw(body: bytes) -> None:
 
 def check_request(body: bytes, length: int | None, document: Any) -> None:
     contract = contract_for(document)
+    # Half of the inputs are short texts that are read as long ones.
+    json_values.CHECKED_BYTES = (4096, 0)[zlib.crc32(body) & 1]
+    json_bounds.PIECE_BYTES = 8
     try:
         request = read_request(memoryview(body), length, contract, LIMITS)
     except IskanderError as error:
@@ -249,7 +253,7 @@ def check_tensors(request: ParsedRequest, inputs: list[Any], body: bytes, at: in
                 ).astype(DTYPES[tensor.datatype])
             actual = np.frombuffer(tensor.data, DTYPES[tensor.datatype])
             assert np.array_equal(actual, expected.reshape(-1), equal_nan=actual.dtype.kind == "f")
-        assert len(write_data(tensor)) == len(elements)
+        assert len(json.loads(bytes(write_data(tensor)))) == len(elements)
     assert at == len(body)
 
 

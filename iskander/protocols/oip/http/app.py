@@ -39,12 +39,15 @@ from iskander.errors import (
 from iskander.logs import requests as log
 from iskander.protocols.oip.http.body import RETRY_MS, BodyQuota, ReceivedBody, read_body
 from iskander.protocols.oip.http.infer import JSON_TYPE
+from iskander.protocols.oip.http.json_bounds import require_members
 from iskander.protocols.oip.http.messages import plain
 from iskander.protocols.oip.service import OipService
 from iskander.repository.models import Models
 
 CALL_BYTES_MAX = 1 << 16
 """Limit of the body of any call other than inference."""
+CALL_COLUMNS = 16
+"""Limit of its members, as of a request with so many columns."""
 _RETRYABLE = (429, 503)
 PROBES = ("/v2/health/live", "/v2/health/ready")
 
@@ -61,7 +64,7 @@ class _Index(msgspec.Struct):
 
 @thread_safe
 class _Load(msgspec.Struct):
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, msgspec.Raw] | None = None
 
 
 @dataclass(slots=True)
@@ -208,6 +211,7 @@ class OipHttp:
         """Read a small JSON body; an empty one is `{}`."""
         with ReceivedBody(self.quota) as received:
             raw = await read_body(request.receive, request.headers, CALL_BYTES_MAX, received)
+            require_members(raw, CALL_COLUMNS)
             try:
                 return msgspec.json.decode(raw or b"{}", type=kind)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -356,7 +356,8 @@ def _expand(
                 if len(view) == bytes_max:
                     return _too_large(bytes_max)
                 return MalformedInput(f"the body's {coding} is larger than it declares")
-            view[at : at + len(piece)] = piece
+            # numpy copies without the interpreter lock, which the event loop needs.
+            target[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
             at += len(piece)
             if not (left or piece):
                 return MalformedInput(f"the body's {coding} is truncated")

@@ -6,8 +6,9 @@ Runs on: gateway loop. Source: Open Inference Protocol v2, REST; its binary tens
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -32,6 +33,7 @@ from iskander.protocols.oip.http.body import (
     read_body,
     response_coding,
 )
+from iskander.protocols.oip.http.json_bounds import PIECE_BYTES as TEXT_PIECE_BYTES
 from iskander.protocols.oip.http.messages import (
     HEADER_LENGTH,
     ParsedRequest,
@@ -55,9 +57,15 @@ JSON_TYPE = "application/json"
 BINARY_TYPE = "application/octet-stream"
 AT_ONCE_BYTES = 256 << 10
 """Longer bodies are parsed in a thread."""
+AT_ONCE_JSON_BYTES = TEXT_PIECE_BYTES
+"""Longer JSON is read and written in a thread, for which requests wait under the receive budget."""
+JSON_THREAD = ThreadPoolExecutor(1, "json")
+"""One thread: JSON needs the interpreter, so that more of them would only delay the loop more."""
 JSON_COST = 24
 """Temporary bytes for parsing a byte of JSON: an empty list of 3 bytes needs 64."""
 _DIGITS_MAX = 18
+
+_T = TypeVar("_T")
 
 
 class HttpInference:
@@ -115,10 +123,11 @@ class HttpInference:
             self._require_json(json_bytes, len(body))
         if json_bytes == 0:
             return read_raw(contract, body)
-        with received.work(JSON_COST * (len(body) if json_bytes is None else json_bytes)):
-            if len(body) <= AT_ONCE_BYTES:
+        text_bytes = len(body) if json_bytes is None else json_bytes
+        with received.work(JSON_COST * text_bytes):
+            if text_bytes <= AT_ONCE_JSON_BYTES and len(body) <= AT_ONCE_BYTES:
                 return read_request(body, json_bytes, contract, limits)
-            return await asyncio.to_thread(read_request, body, json_bytes, contract, limits)
+            return await _in_thread(read_request, body, json_bytes, contract, limits)
 
     async def _infer(
         self, request: Request, lane: Lane, parsed: ParsedRequest, traced: TracedCall
@@ -132,7 +141,11 @@ class HttpInference:
         body = await _unless_gone(request.receive, answer)
         results = result_tensors(contract, tensors.rows, body)
         model = (lane.model.name, lane.model.version)
-        return write_answer(model, parsed, results, chosen, self._json_max)
+        texts = {output.name for output in chosen if not output.is_binary}
+        written = model, parsed, results, chosen, self._json_max
+        if sum(len(each.data) for each in results if each.name in texts) <= AT_ONCE_JSON_BYTES:
+            return write_answer(*written)
+        return await _in_thread(write_answer, *written)
 
     @property
     def _json_max(self) -> int:
@@ -150,6 +163,10 @@ class HttpInference:
                 "send the tensors as binary data",
                 wanted=self._json_max,
             )
+
+
+async def _in_thread(function: Callable[..., _T], *args: Any) -> _T:  # noqa: ANN401
+    return await asyncio.get_running_loop().run_in_executor(JSON_THREAD, function, *args)
 
 
 def _json_bytes(headers: Mapping[str, str]) -> int | None:

@@ -16,8 +16,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from iskander.contract.column_types import RANK_MAX
 from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.errors import ContractError, MalformedInput
+from iskander.protocols.oip.http.json_bounds import (
+    CHECKED_BYTES,
+    PIECE_BYTES,
+    InvalidStructure,
+    pieces,
+)
 from iskander.protocols.oip.tensors import STRINGS
 from iskander.protocols.tensors import Tensor
 
@@ -28,30 +35,46 @@ INTEGERS: dict[str, np.dtype[Any]] = {
 FLOATS: dict[str, np.dtype[Any]] = {"FP32": np.dtype("float32"), "FP64": np.dtype("float64")}
 _WRITTEN = INTEGERS | FLOATS | {"BOOL": np.dtype("bool")}
 BINARY_ONLY = ("FP16", "BF16")
+PIECE_ELEMENTS = 4096
+"""Numbers that are encoded at once: half a millisecond."""
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def read_data(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> bytes:
     """Convert a tensor's `data` in JSON to its bytes; the list is flat, or nested as the shape."""
     require_json_form(name, datatype)
+    if datatype not in INTEGERS and datatype not in FLOATS and datatype not in ("BOOL", STRINGS):
+        raise ContractError(f"input `{name}`: unknown datatype `{datatype[:20]}`", tensor=name)
+    lists = [_decoded(name, raw, shape)] if len(raw) <= CHECKED_BYTES else pieces(raw, shape)
+    try:
+        if datatype in INTEGERS:
+            return b"".join(_integers(flat, INTEGERS[datatype]) for flat in lists)
+        if datatype in FLOATS:
+            return b"".join(_floats(flat, FLOATS[datatype]) for flat in lists)
+        if datatype == "BOOL":
+            return b"".join(bytes(_of_type(flat, bool)) for flat in lists)
+        return strings_to_body([text.encode() for flat in lists for text in _of_type(flat, str)])
+    except _InvalidElement as error:
+        why = f"{error.got} is not {datatype}{error.why}"
+        raise ContractError(f"input `{name}`: {why}", tensor=name) from None
+    except InvalidStructure:
+        shown = ", ".join(map(str, shape[:RANK_MAX]))
+        problem = f"`data` is neither a flat list of {min(prod(shape), 1 << 63)} elements nor"
+        raise ContractError(
+            f"input `{name}`: {problem} nested as the shape [{shown}]", tensor=name
+        ) from None
+    except MalformedInput as error:
+        problem = f"`data` cannot be read: {error.message}"
+        raise MalformedInput(f"input `{name}`: {problem}") from None
+
+
+def _decoded(name: str, raw: bytes | memoryview, shape: tuple[int, ...]) -> list[Any]:
+    """Decode a short text at once."""
     try:
         data = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedInput(f"input `{name}`: `data` cannot be read: {error}") from None
-    flat = _flattened(name, data, shape)
-    try:
-        if datatype in INTEGERS:
-            return _integers(flat, INTEGERS[datatype])
-        if datatype in FLOATS:
-            return _floats(flat, FLOATS[datatype])
-        if datatype == "BOOL":
-            return bytes(_of_type(flat, bool))
-        if datatype == STRINGS:
-            return strings_to_body([text.encode() for text in _of_type(flat, str)])
-    except _InvalidElement as error:
-        why = f"{error.got} is not {datatype}{error.why}"
-        raise ContractError(f"input `{name}`: {why}", tensor=name) from None
-    raise ContractError(f"input `{name}`: unknown datatype `{datatype[:20]}`", tensor=name)
+    return _flattened(name, data, shape)
 
 
 def require_json_form(name: str, datatype: str) -> None:
@@ -63,13 +86,26 @@ def require_json_form(name: str, datatype: str) -> None:
         )
 
 
-def write_data(tensor: Tensor) -> list[Any]:
-    """Convert a tensor's elements to a flat list for JSON; raise if one has no JSON form."""
+def write_data(tensor: Tensor) -> msgspec.Raw:
+    """Encode a tensor's elements as a flat list in JSON; raise if one has no JSON form.
+
+    They are encoded in pieces: between two pieces, other threads continue.
+    """
     name, datatype, data = tensor.name, tensor.datatype, tensor.data
     require_json_form(name, datatype)
     if datatype == STRINGS:
-        return _texts(name, prod(tensor.shape), data)
-    values: np.ndarray[Any, Any] = np.frombuffer(data, _WRITTEN[datatype])
+        count = prod(tensor.shape)
+        texts = _texts(name, count, data)
+        step = max(count * PIECE_BYTES // max(len(data), 1), 1)
+        lists = (texts[at : at + step] for at in range(0, count, step))
+    else:
+        values: np.ndarray[Any, Any] = np.frombuffer(data, _WRITTEN[datatype])
+        starts = range(0, len(values), PIECE_ELEMENTS)
+        lists = (_numbers(values[at : at + PIECE_ELEMENTS], datatype) for at in starts)
+    return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(each)[1:-1] for each in lists) + b"]")
+
+
+def _numbers(values: np.ndarray[Any, Any], datatype: str) -> list[Any]:
     flat: list[Any] = values.tolist()
     if datatype in FLOATS:
         for index in np.flatnonzero(~np.isfinite(values)).tolist():

@@ -19,6 +19,7 @@ from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import RANK_MAX
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
+from iskander.protocols.oip.http.json_bounds import CHECKED_BYTES, require_members
 from iskander.protocols.oip.http.json_values import read_data, require_json_form, write_data
 from iskander.protocols.oip.request import require_columns
 from iskander.protocols.oip.tensors import (
@@ -63,7 +64,8 @@ _SIZE_MAX = 2**63 - 1
 _NULL = Raw(b"null")
 
 _Size = Annotated[int, Meta(ge=0, le=_SIZE_MAX)]
-_Parameters = dict[str, Any]
+_Parameters = dict[str, bool | int | float | str | None]
+"""Values of parameters are scalars in the protocol; containers could cost 20 times their bytes."""
 
 
 class _Input(msgspec.Struct):
@@ -117,7 +119,10 @@ def read_request(
         LimitExceeded: There are too many tensors.
         Unsupported: A parameter requests an unsupported feature.
     """
-    head = _read_json(body if json_bytes is None else body[:json_bytes])
+    text = body if json_bytes is None else body[:json_bytes]
+    if len(text) > CHECKED_BYTES:
+        require_members(text, limits.columns)
+    head = _read_json(text)
     require_columns("inputs", len(head.inputs), limits.columns)
     require_columns("outputs", len(head.outputs or ()), limits.columns)
     most = strings_max(contract, limits)

@@ -14,7 +14,14 @@ from support.robots import observation, response
 
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
-from iskander.errors import ExecutionFailed, IskanderError
+from iskander.errors import (
+    ContractError,
+    ExecutionFailed,
+    IskanderError,
+    ModelNotFound,
+    NotReady,
+    Overloaded,
+)
 from iskander.measurement.recent_values import RecentValues
 from iskander.memory.arena import GRAIN_BYTES
 from iskander.protocols.inferential.metrics import InferentialMetrics
@@ -89,6 +96,29 @@ def gateway(request: pytest.FixtureRequest) -> Iterator[Gateway]:
     gateway = Gateway(getattr(request, "param", FOR_EVER))
     yield gateway
     gateway.input_arena.close()
+
+
+@in_loop
+async def test_only_valid_observations_are_granted_processor_time(gateway: Gateway) -> None:
+    """A flood for unknown models would otherwise cost others more than its own connection."""
+    tensors = {"id": np.zeros(1, np.int64), "flag": np.zeros(1, np.bool_)}
+    parts: list[Any] = [b"", *observation("m", tensors)]
+    assert gateway.session.on_message(parts, now_ns())  # It waits for the arena.
+    for error in (ModelNotFound("no model"), ContractError("no input")):
+        gateway.models.find_loaded = raising(error)
+        assert not gateway.session.on_message(parts, now_ns())
+    for error in (NotReady("loading"), Overloaded("full"), ValueError("bug")):
+        gateway.models.find_loaded = raising(error)
+        assert gateway.session.on_message(parts, now_ns())
+    for malformed in ([b"", b"\xff"], [b"x"], [b""]):
+        assert not gateway.session.on_message(malformed, now_ns())
+
+
+def raising(error: Exception) -> Any:
+    def find(*_: Any) -> Any:
+        raise error
+
+    return find
 
 
 @in_loop

@@ -1040,6 +1040,23 @@ async def test_fragmented_header_block_opens_a_call() -> None:
     assert peer.answer().status == 0
 
 
+@pytest.mark.parametrize("calls", [False, True])
+def test_empty_continuations_close_the_connection(calls: bool) -> None:
+    """No client sends them; a few are tolerated."""
+
+    async def run() -> None:
+        peer = Peer()
+        for number in range(1, 51, 2):
+            peer.feed(frame(HEADERS, number, FIELDS if calls else b""))
+            for _ in range(1 if calls else 100):
+                peer.feed(frame(client.CONTINUATION, number, b"", END_HEADERS if calls else 0))
+            if number == 1 and calls:
+                assert peer.calls
+        assert peer.goaway_code == client.ENHANCE_YOUR_CALM
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("size", [1, MIB // 100])
 def test_endless_continuations_close_the_connection(size: int) -> None:
     async def run() -> None:
