@@ -335,7 +335,11 @@ def _members(values: list[pa.Scalar], kind: pa.DataType) -> pa.Array:
             continue
         if member.as_py() == each.as_py() or member.type == each.type:
             members.append(member)
-    return pa.array([each.as_py() for each in members], type=kind)
+    numbers = [each.as_py() for each in members]
+    if pa.types.is_floating(kind) and 0.0 in numbers:
+        # Arrow looks for the bits, and Parquet's statistics have the least zero as -0.0.
+        numbers += [0.0, -0.0]
+    return pa.array(numbers, type=kind)
 
 
 def _field(name: str) -> pc.Expression:

@@ -206,6 +206,8 @@ def decode_plan(text: bytes) -> Plan:
                 f"plan has format {values['format']!r}; this program reads format {FORMAT}; "
                 "start again with --restart"
             )
+        if not isinstance(values["values"], dict):
+            raise TypeError("values are no object")
         return Plan(
             units=tuple(map(_unit_of, range(len(values["units"])), values["units"])),
             fingerprint=values["fingerprint"],

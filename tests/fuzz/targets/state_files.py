@@ -31,7 +31,9 @@ UNITS = tuple(
     unit(index, {"path": f"f{index}", "groups": [0, index]}, rows=index or None, bytes=10)
     for index in range(3)
 )
-PLAN = Plan(UNITS, "f" * 64, "m", "1", "d", {"a": "b"}, pa.schema([("x", pa.int64())]))
+PLAN = Plan(
+    UNITS, "f" * 64, "m", "1", "d", {"a": "b"}, pa.schema([("x", pa.int64())]), {"threads": "2"}
+)
 WORDS = [b"null", b"true", b"-1", b"1e999", b'"x"', b"[", b"]", b"{", b"}", b",", b":", b"\n"]
 WORDS += [b"[" * 3000, b"9" * 5000, b"\xff", b"\0", b"\\ud800", b"0", b"1", b"2", b"3.5", b"units"]
 WORDS += [b"format", b"index", b"schema", b"QVJST1c=", b"NaN"]

@@ -22,6 +22,7 @@ from iskander.errors import (
     DeadlineExceeded,
     IskanderError,
     NotReady,
+    RuntimeDiffers,
 )
 from iskander.scoring.rows import ErrorBudget, TooManyErrors
 
@@ -34,6 +35,7 @@ class Network:
 
     def __init__(self) -> None:
         self.addresses = FIRST
+        self.terms: list[Any] = []
         self.errors: list[IskanderError] = []
         self.opened: list[FakeClient] = []
 
@@ -50,6 +52,7 @@ class Network:
             renamed={},
             servers=SimpleNamespace(look_up=lambda: self.addresses),  # type: ignore[arg-type]
             client={"token": "t"},
+            runtimes={"runtimes": "R"},
             on_error=on_error,
             timeout_s=1.0,
             wait_s=wait_s,
@@ -66,6 +69,7 @@ class FakeClient:
     def score(self, model: str, data: pa.Table, **options: Any) -> pa.Table:
         if self.is_closed:
             raise Cancelled("the client is closed")
+        self._network.terms.append(options["terms"])
         if self._network.errors:
             raise self._network.errors.pop(0)
         return pa.table({"y": data["x"]})
@@ -94,6 +98,14 @@ def test_one_client_has_all_addresses(network: Network) -> None:
     scorer = network.scorer()
     assert [scored(scorer), scored(scorer)] == [[1, 2]] * 2
     assert [each.addresses for each in network.opened] == [FIRST]
+
+
+def test_calls_name_the_runtimes_of_the_driver(network: Network) -> None:
+    """A server of a node that differs rejects them, and its error is final."""
+    network.errors = [RuntimeDiffers("threads 2, expected 1")]
+    with pytest.raises(RuntimeDiffers):
+        scored(network.scorer())
+    assert [each["runtimes"] for each in network.terms] == ["R"]
 
 
 def test_batch_waits_for_a_server_with_the_same_client(network: Network) -> None:

@@ -180,3 +180,11 @@ def test_value_between_two_float32_values_equals_neither() -> None:
     for text, expected in (("a in [0.1]", []), ("a == 0.1", []), ("a in [0.1, 0.5]", [0.5])):
         found = table.filter(parse_filter(text).expression(table.schema))
         assert found["a"].to_pylist() == expected
+
+
+@pytest.mark.parametrize("zero", ["0", "-0.0", "0.0"])
+def test_both_zeros_are_equal(zero: str) -> None:
+    data = pa.table({"x": [-0.0, 0.0, 1.0]})
+    for text in (f"x in [{zero}]", f"x == {zero}", f"not (x not in [{zero}])"):
+        expression = parse_filter(text).expression(data.schema)
+        assert data.filter(expression).num_rows == 2

@@ -214,6 +214,7 @@ def test_plan_round_trips_through_json() -> None:
         with_changed(schema="/////wD/"),
         with_changed(units=[[-1, {}, 1, 1]]),
         with_changed(units=[[0, {}, "1", 1]]),
+        with_changed(values=["threads"]),
     ],
 )
 def test_damaged_plan_is_rejected(text: bytes) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import pyarrow.dataset as pads
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from iskander.errors import FilterError, SourceChanged, SourceError, Unsupported
 from iskander.scoring.filters import parse_filter
@@ -404,6 +408,41 @@ def test_statistics_that_do_not_count_nan_leave_no_row_out(tmp_path: Path, filte
         assert [row["i"] for row in rows] == [2]
 
 
+NUMBERS = st.one_of(st.none(), st.sampled_from([float("nan"), float("inf"), -1.0, -0.0, 0.0, 5.0]))
+LEAVES = st.one_of(
+    st.builds(
+        "{} {} {}".format,
+        st.sampled_from(["x", "y"]),
+        st.sampled_from(["==", "!=", "<", "<=", ">", ">=", "in", "not in"]).map(str),
+        st.sampled_from(["0", "5", "-1", "2.5", "1e400"]),
+    ).map(lambda text: re.sub(r"in (\S+)$", r"in [\1]", text)),
+    st.sampled_from(["x is null", "y is not null"]),
+)
+CONDITIONS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        inner.map("not ({})".format),
+        st.builds("({}) and ({})".format, inner, inner),
+        st.builds("({}) or ({})".format, inner, inner),
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=6), CONDITIONS)
+def test_row_groups_that_are_left_out_have_no_row_of_the_filter(
+    values: list[tuple[float | None, float | None]], filter: str
+) -> None:
+    columns = [pa.array([row[index] for row in values], pa.float64()) for index in range(2)]
+    data = pa.table({"x": columns[0], "y": columns[1], "i": list(range(len(values)))})
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(Path(folder, "a.parquet"), data, row_group_size=2)
+        found = [row["i"] for row in read_all(FileSource([str(path)]), ["i"], filter)]
+    expression = parse_filter(filter).expression(data.schema)
+    assert found == data.filter(expression)["i"].to_pylist()
+
+
 def test_limit_counts_rows_after_the_filter(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", table(0, 1000), row_group_size=50)
     source = FileSource([str(path)], unit_bytes=1)
@@ -585,9 +624,9 @@ def test_path_that_is_not_utf8_is_rejected(tmp_path: Path, monkeypatch: pytest.M
     folder = tmp_path / NOT_UTF8
     folder.mkdir()
     shutil.copy(write(tmp_path / "a.parquet", table(0, 3)), folder)
-    for given in (str(folder), str(folder / "a.parquet"), f"{NOT_UTF8}.parquet", "s3://a/\ud800"):
+    for path in (str(folder), str(folder / "a.parquet"), f"{NOT_UTF8}.parquet", "s3://a/\ud800"):
         with pytest.raises(SourceError, match="is not UTF-8: paths must be"):
-            open_source([given])
+            open_source([path])
     with pytest.raises(SourceError, match="a%FF` is not UTF-8"):
         open_source(["file:///a%FF"])
     monkeypatch.chdir(folder)
