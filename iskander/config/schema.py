@@ -96,7 +96,9 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         schema_metadata_bytes: Bytes of the custom metadata of a schema and its fields.
         app_metadata_bytes: Bytes of the `app_metadata` of a batch.
         message_bytes: Bytes of one gRPC message or HTTP body.
-        streams: DoExchange streams open at once.
+        streams: DoExchange streams open at once, and as many calls of other kinds. A caller leaves
+            a ninth of them to others. At the limit, a stream that made no progress for 2 s ends
+            with the retryable error `overloaded` for a caller with fewer.
         window_batches: Batches of one stream in flight before the server stops reading it.
         window_bytes: Bytes of one stream in flight before the server stops reading it.
         arena_wait_ms: Milliseconds to wait for free space in a full arena.

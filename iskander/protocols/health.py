@@ -9,12 +9,16 @@ Runs on: gateway loop. Source: gRPC health checking protocol v1.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
 from iskander._generated import health_pb2
 from iskander.auth.grants import Grant
+from iskander.auth.shares import Shares
+from iskander.clock import now_ns
 from iskander.errors import MalformedInput, ModelNotFound, NotReady, Overloaded
+from iskander.protocols.submit import RETRY_MS, given_way_error
 from iskander.repository.models import Models
 from iskander.transport.http2.call import Call
 
@@ -24,13 +28,29 @@ ANONYMOUS_DIVISOR = 4
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
+@dataclass(eq=False)
+class _Watch:
+    """A watch stream: the time of its start, and the scope that ends it."""
+
+    opened_ns: int
+    scope: asyncio.Timeout
+
+
+def _opened_ns(watch: _Watch) -> int:
+    return watch.opened_ns
+
+
+def _give_way(watch: _Watch) -> None:
+    watch.scope.reschedule(asyncio.get_running_loop().time())
+
+
 class HealthService:
     """Methods of the Health service."""
 
     def __init__(self, models: Models, watchers_max: int) -> None:
         self._models = models
         self.watchers_max = watchers_max
-        self._watchers = 0
+        self._watches: Shares[_Watch] = Shares(_opened_ns, _give_way)
         self._is_stopped = False
         self._changed = asyncio.Event()
 
@@ -54,25 +74,33 @@ class HealthService:
 
     async def watch(self, raw: bytes, call: Call) -> None:
         """Send the current status and each change."""
-        name, last = _service_name(raw, call.grant), None
+        name = _service_name(raw, call.grant)
         limit = self.watchers_max // (ANONYMOUS_DIVISOR if call.grant.is_anonymous else 1)
-        if self._watchers >= limit:
-            count = f"{self._watchers} open, limit {limit} (`limits.streams`)"
-            raise Overloaded(f"too many watch streams: {count}")
-        self._watchers += 1
+        if not self._watches.make_room(call.caller, limit, now_ns()):
+            count = f"{len(self._watches)} open, limit {limit} (`limits.streams`)"
+            raise Overloaded(f"too many watch streams: {count}", retry_after_ms=RETRY_MS)
+        watch = _Watch(now_ns(), asyncio.timeout(None))
+        self._watches.add(call.caller, watch)
         try:
-            while True:
-                _require_grant(name, call.grant)
-                changed, status = self._changed, self._status(name)
-                if status != last:
-                    await call.write(_response(status))
-                    last = status
-                elif self._is_stopped:
-                    return
-                else:
-                    await changed.wait()
+            async with watch.scope:
+                await self._send_changes(name, call)
+        except TimeoutError:
+            raise given_way_error("watch stream") from None
         finally:
-            self._watchers -= 1
+            self._watches.remove(watch)
+
+    async def _send_changes(self, name: str, call: Call) -> None:
+        last = None
+        while True:
+            _require_grant(name, call.grant)
+            changed, status = self._changed, self._status(name)
+            if status != last:
+                await call.write(_response(status))
+                last = status
+            elif self._is_stopped:
+                return
+            else:
+                await changed.wait()
 
     def _status(self, name: str) -> _Status:
         try:

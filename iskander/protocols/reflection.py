@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -19,7 +20,10 @@ from iskander._generated import (
     reflection_v1_pb2,
     reflection_v1alpha_pb2,
 )
+from iskander.auth.shares import Shares
+from iskander.clock import now_ns
 from iskander.errors import MalformedInput, Overloaded
+from iskander.protocols.submit import RETRY_MS, given_way_error
 from iskander.transport.http2.call import Call, Message
 from iskander.transport.http2.status import Status
 
@@ -33,30 +37,55 @@ IDLE_S = 60.0
 """Idle timeout of a stream."""
 
 
+@dataclass(eq=False)
+class _Stream:
+    """A stream: the scope that ends it, and the time of its last answer or its start."""
+
+    scope: asyncio.Timeout
+    progress_ns: int
+
+
+def _idle_since(stream: _Stream) -> int:
+    return stream.progress_ns
+
+
+def _give_way(stream: _Stream) -> None:
+    stream.scope.reschedule(asyncio.get_running_loop().time())
+
+
 class ReflectionService:
     """Methods of the ServerReflection service."""
 
     def __init__(self, streams_max: int) -> None:
         self.streams_max = streams_max
-        self._streams = 0
+        self._streams: Shares[_Stream] = Shares(_idle_since, _give_way)
 
     async def info(self, call: Call, module: Any) -> None:  # noqa: ANN401
         """Answer the requests of a stream in order; `module` has the messages of a version."""
-        if self._streams >= self.streams_max:
+        if not self._streams.make_room(call.caller, self.streams_max, now_ns()):
             raise Overloaded(
-                f"too many reflection streams: {self._streams} open, "
-                f"limit {self.streams_max} (`limits.streams`)"
+                f"too many reflection streams: {len(self._streams)} open, "
+                f"limit {self.streams_max} (`limits.streams`)",
+                retry_after_ms=RETRY_MS,
             )
-        self._streams += 1
+        stream = _Stream(asyncio.timeout(None), now_ns())
+        self._streams.add(call.caller, stream)
         try:
-            while (raw := await _read_until_idle(call)) is not None:
-                try:
-                    request = module.ServerReflectionRequest.FromString(bytes(raw))
-                except (DecodeError, UnicodeDecodeError):
-                    raise MalformedInput("the message is not a ServerReflectionRequest") from None
-                await call.write(answer(request, module).SerializeToString())
+            async with stream.scope:
+                await self._answer_all(call, module, stream)
+        except TimeoutError:
+            raise given_way_error("reflection stream") from None
         finally:
-            self._streams -= 1
+            self._streams.remove(stream)
+
+    async def _answer_all(self, call: Call, module: Any, stream: _Stream) -> None:  # noqa: ANN401
+        while (raw := await _read_until_idle(call)) is not None:
+            try:
+                request = module.ServerReflectionRequest.FromString(bytes(raw))
+            except (DecodeError, UnicodeDecodeError):
+                raise MalformedInput("the message is not a ServerReflectionRequest") from None
+            await call.write(answer(request, module).SerializeToString())
+            stream.progress_ns = now_ns()
 
 
 def answer(request: Any, module: Any) -> Any:  # noqa: ANN401

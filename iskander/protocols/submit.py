@@ -8,9 +8,10 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Final
 
+from iskander.auth.shares import Shares, may_take
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.errors import INTERNAL, Draining, IskanderError, Overloaded, detach
@@ -23,31 +24,107 @@ from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS, NO_TERMS, Caller, Request, Terms
 from iskander.scheduling.tracing import Tracer
 
-SHARE: Final = 8
-"""The last eighth of the calls is reserved for callers with less than an eighth of them."""
+RETRY_MS: Final = 1000
 
 
 class OpenCall:
-    """An open call that counts against `limits.streams`; also a context manager."""
+    """An open call that counts against `limits.streams`; also a context manager.
 
-    __slots__ = ("_calls", "caller")
+    Attributes:
+        idle_since: Start of the time without progress of a call that may be taken back.
+        end: Ends such a call.
+    """
 
-    def __init__(
-        self, calls: dict[OpenCall, Callable[[], None]], drain: Callable[[], None], caller: object
-    ) -> None:
+    __slots__ = ("_calls", "caller", "end", "idle_since")
+
+    def __init__(self, calls: OpenCalls, drain: Callable[[], None], caller: Hashable) -> None:
         self._calls = calls
         self.caller = caller
-        calls[self] = drain
+        self.idle_since: Callable[[], int] | None = None
+        self.end: Callable[[IskanderError], None] | None = None
+        calls.add(self, drain)
+
+    def lend(self, idle_since: Callable[[], int], end: Callable[[IskanderError], None]) -> None:
+        """Let the call be ended while it makes no progress and others need its place."""
+        self.idle_since, self.end = idle_since, end
+        self._calls.lent.add(self.caller, self)
 
     def close(self) -> None:
         """Close the call; idempotent."""
-        self._calls.pop(self, None)
+        self._calls.remove(self)
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> OpenCall:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class OpenCalls:
+    """The open calls of all callers.
+
+    Attributes:
+        drains: Calls with their drain callbacks.
+        lent: Calls that are taken back, while they make no progress, for callers with fewer.
+    """
+
+    def __init__(self) -> None:
+        self.drains: dict[OpenCall, Callable[[], None]] = {}
+        self.lent: Shares[OpenCall] = Shares(_idle_since, self._take_back)
+        self._counts: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.drains)
+
+    def add(self, call: OpenCall, drain: Callable[[], None]) -> None:
+        """Add a new call."""
+        self.drains[call] = drain
+        self._counts[call.caller] = self._counts.get(call.caller, 0) + 1
+
+    def remove(self, call: OpenCall) -> None:
+        """Remove a call. Idempotent."""
+        if self.drains.pop(call, None) is None:
+            return
+        left = self._counts[call.caller] - 1
+        if left:
+            self._counts[call.caller] = left
+        else:
+            del self._counts[call.caller]
+        if call.end is not None:
+            self.lent.remove(call)
+
+    def require_room(self, caller: Hashable, limit: int) -> None:
+        """Raise `Overloaded` if a caller may not open a call."""
+        used = len(self.drains)
+        own = 0 if caller is None else self._counts.get(caller, 0)
+        if may_take(limit, used, own):
+            return
+        if used <= limit and self.lent.take_back(now_ns(), above=own):
+            return
+        if used >= limit:
+            message = f"too many open requests: {used}, limit {limit} (`limits.streams`)"
+        else:
+            message = "too many open requests of this caller on a nearly full server: "
+            message += f"{own} of {used}, limit {limit} (`limits.streams`)"
+        raise Overloaded(message, retry_after_ms=RETRY_MS)
+
+    def _take_back(self, call: OpenCall) -> None:
+        self.remove(call)
+        if call.end is not None:
+            call.end(given_way_error("call"))
+
+
+def given_way_error(what: str) -> Overloaded:
+    """The error of a call that was taken back."""
+    return Overloaded(
+        f"the {what} made no progress, and its place was given to another caller: the limit "
+        "(`limits.streams`) was reached",
+        retry_after_ms=RETRY_MS,
+    )
+
+
+def _idle_since(call: OpenCall) -> int:
+    return 0 if call.idle_since is None else call.idle_since()
 
 
 class RequestSubmitter:
@@ -60,7 +137,7 @@ class RequestSubmitter:
         self._dispatcher = dispatcher
         self.limits = limits
         self.is_draining = False  # New requests are rejected.
-        self.calls: dict[OpenCall, Callable[[], None]] = {}  # With their drain callbacks.
+        self.calls = OpenCalls()
         # Requests waiting for arena space; bounded by the open calls, each with its own limit.
         self._entering: dict[Request, asyncio.Task[None]] = {}
 
@@ -77,40 +154,26 @@ class RequestSubmitter:
     def drain(self) -> None:
         """Reject new requests; admitted ones are still answered."""
         self.is_draining = True
-        for drain in list(self.calls.values()):
+        for drain in list(self.calls.drains.values()):
             drain()
 
     def open_call(
-        self, drain: Callable[[], None] = lambda: None, caller: object = None
+        self, drain: Callable[[], None] = lambda: None, caller: Hashable = None
     ) -> OpenCall:
         """Open a call; `drain` is called when the server stops, `caller` identifies the client.
 
         Raises `Draining`, or `Overloaded` at the limit of the caller or of the server.
         """
-        self.require_open()
-        limit = self.limits.streams
-        share = limit // SHARE
-        if (
-            share
-            and caller is not None
-            and len(self.calls) >= limit - share
-            and sum(each.caller == caller for each in self.calls) >= share
-        ):
-            message = "too many open requests of this caller on a nearly full server: "
-            message += f"limit {share} of {limit} (`limits.streams`)"
-            raise Overloaded(message, retry_after_ms=1000)
+        self.require_open(caller)
         return OpenCall(self.calls, drain, caller)
 
-    def require_open(self) -> None:
+    def require_open(self, caller: Hashable) -> None:
         """Check, before a request's body is read, that a call can be opened.
 
-        Raises `Draining`, or `Overloaded` at the server's limit of open calls.
+        Raises as `open_call`.
         """
         self._require_running()
-        count, limit = len(self.calls), self.limits.streams
-        if count >= limit:
-            message = f"too many open requests: {count}, limit {limit} (`limits.streams`)"
-            raise Overloaded(message, retry_after_ms=1000)
+        self.calls.require_room(caller, self.limits.streams)
 
     async def infer(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from iskander.auth.shares import FREE_SHARE, leaves_enough
 from iskander.auth.source import Source
 from iskander.clock import NS_PER_MS
 from iskander.config.models import LaneConfig
@@ -25,10 +26,8 @@ MISSED: Final = (DeadlineExceeded.code, DeadlineUnreachable.code)
 RETRY_UNKNOWN_MS: Final = 100
 PASSED_MAX: Final = 64
 """Maximum number of more urgent requests that the search for a victim skips."""
-FREE_SHARE: Final = 8
-"""A source may hold at most this multiple of the free capacity that it leaves."""
 RESERVE: Final = FREE_SHARE + 1
-"""`FREE_SHARE` applies within the last 1 / `RESERVE` of a limit."""
+"""The share of a source is limited within the last 1 / `RESERVE` of a limit."""
 RESERVABLE_MIN: Final = 128
 """Smallest limit with a reserved part; a ninth of a smaller one is too little to be useful."""
 MARGIN_MIN: Final = 1 / 8
@@ -196,7 +195,7 @@ class _Limits:
                     f"queue of model `{title}` full: {used:,} {unit} queued, {added:,} more sent, "
                     f"limit {limit:,} (`lanes.queue_{unit}`)"
                 )
-            elif is_reserved and own + added > FREE_SHARE * free:
+            elif is_reserved and not leaves_enough(own + added, free):
                 message = (
                     f"queue share of the client used up for model `{title}`: {own:,} {unit} of "
                     f"this client queued, {added:,} more sent; the {free + added:,} free {unit} "

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from iskander.auth.quota import Quota
+from iskander.auth.shares import leaves_enough
 from iskander.auth.source import Source
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import LimitsConfig
@@ -22,7 +23,7 @@ from iskander.memory.backing import ANY_MEMORY, BackingOptions
 from iskander.memory.chunked_copy import WHOLE_BYTES, copy, copy_in_pieces
 from iskander.memory.client_segment import SegmentRange
 from iskander.memory.segment import Segment
-from iskander.scheduling.admission import FREE_SHARE, expired_error, reserve_of
+from iskander.scheduling.admission import expired_error, reserve_of
 from iskander.scheduling.request import Request
 
 SMALL_SHARE: Final = 64
@@ -301,7 +302,7 @@ class InputArena:
         free = arena.capacity_bytes - arena.leased_bytes - input_bytes
         if not arena.leased_bytes or free >= self._reserve_bytes:
             return True
-        return self._leased.get(source, 0) + input_bytes <= FREE_SHARE * free
+        return leaves_enough(self._leased.get(source, 0) + input_bytes, free)
 
     def _return(self, source: Source, lease: Lease) -> None:
         """Release a lease, and grant leases to waiting sources."""

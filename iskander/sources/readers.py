@@ -36,7 +36,7 @@ from iskander.sources.messages import (
     read_error,
     read_head,
 )
-from iskander.sources.slots import FairSlots, SlotsFull
+from iskander.sources.slots import FairSlots, Held, SlotsFull
 
 REQUESTS_MAX: Final = 1000
 """Requests of one process, after which another one replaces it."""
@@ -210,7 +210,9 @@ class Readers:
         """Number of calls that wait for a process."""
         return sum(slots.waiting for slots in self._slots.values())
 
-    async def answers(self, request: Request, source: Source) -> AsyncGenerator[Frame]:
+    async def answers(
+        self, request: Request, source: Source, held: Held | None = None
+    ) -> AsyncGenerator[Frame]:
         """Send a request to a process, and yield its frames.
 
         The caller closes the iterator, which ends the process unless the request is done.
@@ -218,6 +220,7 @@ class Readers:
         Args:
             request: The request.
             source: Source of the call, which has a share of the processes.
+            held: Ends if its process is taken back for a caller that waits.
 
         Raises:
             Overloaded: No process is free in time.
@@ -225,7 +228,7 @@ class Readers:
             IskanderError: The request failed.
         """
         kind = "plan" if isinstance(request, PlanRequest) else "read"
-        async with self._slot(kind, source):
+        async with self._slot(kind, source, held):
             reader = self._idle.pop() if self._idle else self._start()
             if reader.idle_timer is not None:
                 reader.idle_timer.cancel()
@@ -251,11 +254,11 @@ class Readers:
             await asyncio.wait([reader.ended for reader in self.processes], timeout=STOP_S)
 
     @contextlib.asynccontextmanager
-    async def _slot(self, kind: str, source: Source) -> AsyncIterator[None]:
+    async def _slot(self, kind: str, source: Source, held: Held | None) -> AsyncIterator[None]:
         """Hold one of the processes that may run at once."""
         wait_s = self._config.wait_s
         try:
-            async with self._slots[kind].hold(source, wait_s):
+            async with self._slots[kind].hold(source, wait_s, held):
                 yield
         except SlotsFull as error:
             if error.is_late:

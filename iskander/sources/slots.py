@@ -1,8 +1,8 @@
 """Slots of reader processes, shared fairly by the callers.
 
-The last free slot is for a caller without any, so a caller with many open reads delays its own
-further ones. Waiting callers take turns, and the last eighth of the waiting places is for callers
-with less than an eighth of them.
+A caller leaves a share of the slots to others, so one with many open reads delays its own further
+ones. Waiting callers take turns, and a slot that makes no progress is taken from a caller with more
+slots. A share of the waiting places is for callers with few of them.
 
 Runs on: gateway loop. Does no I/O.
 """
@@ -11,13 +11,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Final, Protocol
 
+from iskander.auth.shares import Shares, may_take
 from iskander.auth.source import Source
+from iskander.clock import now_ns
 
-SHARE: Final = 8
+CHECK_S: Final = 0.25
+"""Interval of the search for a slot without progress, while calls wait."""
+
+
+class Held(Protocol):
+    """What holds a slot."""
+
+    @property
+    def stalled_since_ns(self) -> int:
+        """Start of the time without progress; 0 while there is progress."""
+
+    def give_way(self) -> None:
+        """End, because its slot was taken back."""
+
+
+class _Slot:
+    """A slot in use."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Held | None) -> None:
+        self.held = held
+
+
+def _stalled_since(slot: _Slot) -> int:
+    return 0 if slot.held is None else slot.held.stalled_since_ns
+
+
+def _give_way(slot: _Slot) -> None:
+    assert slot.held is not None, "a slot without an owner never stalls"
+    slot.held.give_way()
 
 
 class SlotsFull(Exception):
@@ -42,54 +74,60 @@ class FairSlots:
     """
 
     def __init__(self, count: int, waiting_max: int) -> None:
-        self._count = self._free = count
+        self._count = count
         self._waiting_max = waiting_max
-        self._held: Counter[str | int] = Counter()
-        # By caller; the first one has its turn.
-        self._queues: dict[str | int, deque[asyncio.Future[None]]] = {}
+        self._shares: Shares[_Slot] = Shares(_stalled_since, _give_way)
+        # By caller; the first one has its turn. With what will hold the slot.
+        self._queues: dict[str | int, deque[tuple[asyncio.Future[_Slot], Held | None]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self.waiting = 0
 
     def resize(self, count: int) -> None:
         """Change the number of slots; calls that hold one above a lower number keep it."""
-        self._free += count - self._count
         self._count = count
         self._serve()
 
     @contextlib.asynccontextmanager
-    async def hold(self, source: Source, wait_s: float) -> AsyncIterator[None]:
+    async def hold(
+        self, source: Source, wait_s: float, held: Held | None = None
+    ) -> AsyncIterator[None]:
         """Hold a slot; wait for it in turn.
+
+        Args:
+            source: Source of the call.
+            wait_s: Limit of the wait.
+            held: Ends if the slot is taken back; None: it is not.
 
         Raises:
             SlotsFull: There is no place to wait, or no slot within `wait_s`.
         """
         caller = source.tenant or source.connection
         if self._queues or not self._is_free_for(caller):
-            await self._wait(caller, wait_s)
+            slot = await self._wait(caller, wait_s, held)
         else:
-            self._take(caller)
+            slot = self._take(caller, held)
         try:
             yield
         finally:
-            self._release(caller)
+            self._release(slot)
 
-    async def _wait(self, caller: str | int, wait_s: float) -> None:
-        share = self._waiting_max // SHARE
+    async def _wait(self, caller: str | int, wait_s: float, held: Held | None) -> _Slot:
         queue = self._queues.get(caller, deque())
-        limit = self._waiting_max - (share if len(queue) >= share else 0)
-        if self.waiting >= limit:
+        if not may_take(self._waiting_max, self.waiting, len(queue)):
             raise SlotsFull(self.waiting, is_late=False)
-        turn = asyncio.get_running_loop().create_future()
-        queue.append(turn)
+        turn: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
+        queue.append((turn, held))
         self._queues[caller] = queue
         self.waiting += 1
         try:
             # A new caller may have a slot that the earlier ones must not take.
             self._serve()
+            self._take_back()
             async with asyncio.timeout(wait_s):
-                await turn
+                return await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():
-                self._release(caller)
+                self._release(turn.result())
             else:
                 self._leave(caller, turn)
             if isinstance(error, TimeoutError):
@@ -100,33 +138,44 @@ class FairSlots:
         """Give free slots to waiting callers, in turn."""
         while (caller := next(filter(self._is_free_for, self._queues), None)) is not None:
             queue = self._queues.pop(caller)
-            turn = queue.popleft()
+            turn, held = queue.popleft()
             self.waiting -= 1
             if queue:
                 self._queues[caller] = queue
             if not turn.cancelled():  # Its call was cancelled, but has not run since.
-                self._take(caller)
-                turn.set_result(None)
+                turn.set_result(self._take(caller, held))
 
-    def _leave(self, caller: str | int, turn: asyncio.Future[None]) -> None:
+    def _take_back(self) -> None:
+        """While calls wait, take slots without progress from callers with more of them."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._queues:
+            return
+        fewest = min(map(self._shares.count, self._queues))
+        if len(self._shares) <= self._count and self._shares.take_back(now_ns(), above=fewest):
+            self._serve()
+        self._timer = asyncio.get_running_loop().call_later(CHECK_S, self._take_back)
+
+    def _leave(self, caller: str | int, turn: asyncio.Future[_Slot]) -> None:
         queue = self._queues.get(caller, deque())
-        if turn in queue:
-            queue.remove(turn)
-            self.waiting -= 1
-            if not queue:
-                del self._queues[caller]
+        for entry in queue:
+            if entry[0] is turn:
+                queue.remove(entry)
+                self.waiting -= 1
+                break
+        if not queue:
+            self._queues.pop(caller, None)
 
     def _is_free_for(self, caller: str | int) -> bool:
-        reserved = 1 if self._held[caller] and self._count > 1 else 0
-        return self._free > reserved
+        used, own = len(self._shares), self._shares.count(caller)
+        return may_take(self._count, used, own, shared_from=0)
 
-    def _take(self, caller: str | int) -> None:
-        self._free -= 1
-        self._held[caller] += 1
+    def _take(self, caller: str | int, held: Held | None) -> _Slot:
+        slot = _Slot(held)
+        self._shares.add(caller, slot)
+        return slot
 
-    def _release(self, caller: str | int) -> None:
-        self._free += 1
-        self._held[caller] -= 1
-        if not self._held[caller]:
-            del self._held[caller]
+    def _release(self, slot: _Slot) -> None:
+        self._shares.remove(slot)
         self._serve()

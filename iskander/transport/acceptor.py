@@ -16,9 +16,10 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from iskander.auth.shares import SourceTable
 from iskander.clock import now_ns
 from iskander.logs import network as log
-from iskander.transport.sources import Source, SourceTable, source_of
+from iskander.transport.sources import Source, source_of
 from iskander.transport.tls import ContextSource
 
 BACKLOG: Final = 1024

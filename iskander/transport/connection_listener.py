@@ -16,11 +16,12 @@ from abc import abstractmethod
 from collections import deque
 from typing import ClassVar, Final, Generic, Protocol, TypeVar
 
+from iskander.auth.shares import SourceTable
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import TimeoutsConfig
 from iskander.transport.acceptor import NEVER_NS, AcceptedSocket, Acceptor
 from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.sources import Source, SourceTable
+from iskander.transport.sources import Source
 from iskander.transport.tls import ContextSource
 
 SCRATCH_BYTES = 1 << 18

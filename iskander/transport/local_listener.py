@@ -1,7 +1,7 @@
 """Listener for local processes; reads one greeting frame per connection.
 
 A connection without a greeting is closed after a second and does not delay others. At
-`GREETINGS_MAX` pending greetings, new connections are closed.
+`GREETINGS_MAX` pending greetings, the oldest one of the process with the most is closed.
 
 Runs on: gateway loop.
 """
@@ -12,14 +12,29 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 
+from iskander.auth.shares import SourceTable
+from iskander.clock import now_ns
 from iskander.errors import IskanderError
 from iskander.logs import network as log
+from iskander.transport.origin import process_of
 
 GREETING_TIMEOUT_S = 1.0
 GREETINGS_MAX = 64
 ACCEPT_PAUSE_S = 1.0
 """Pause after an accept error: the connection stays pending, so each iteration would retry."""
+
+
+@dataclass(eq=False)
+class _Greeting:
+    """A pending greeting of a process, by its user and number."""
+
+    process: tuple[int, int]
+    task: asyncio.Task[None]
+    accepted_ns: int
 
 
 class LocalListener:
@@ -45,7 +60,8 @@ class LocalListener:
         self._on_greeting = greet
         self._reject = reject
         self._loop = asyncio.get_running_loop()
-        self._greetings: set[asyncio.Task[None]] = set()
+        self._greetings: SourceTable[_Greeting] = SourceTable()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
@@ -58,8 +74,8 @@ class LocalListener:
             self._pause.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
-        for greeting in self._greetings:
-            greeting.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     def _accept(self) -> None:
         try:
@@ -73,11 +89,24 @@ class LocalListener:
             return
         connection.setblocking(False)
         if len(self._greetings) >= GREETINGS_MAX:
+            oldest = self._greetings.oldest_idle(attrgetter("accepted_ns"))
+            if oldest is not None:
+                self._greetings.remove(oldest.process, oldest)
+                oldest.task.cancel()
+        task = self._loop.create_task(self._greet(connection))
+        greeting = _Greeting(process_of(connection), task, now_ns())
+        self._greetings.add(greeting.process, greeting)
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._on_greeted, connection, greeting))
+
+    def _on_greeted(
+        self, connection: socket.socket, greeting: _Greeting, task: asyncio.Task[None]
+    ) -> None:
+        self._tasks.discard(task)
+        self._greetings.remove(greeting.process, greeting)
+        # A task that is cancelled before its first step runs no code of its own.
+        if task.cancelled():
             connection.close()
-            return
-        greeting = self._loop.create_task(self._greet(connection))
-        self._greetings.add(greeting)
-        greeting.add_done_callback(self._greetings.discard)
 
     async def _greet(self, connection: socket.socket) -> None:
         try:

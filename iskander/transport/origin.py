@@ -22,12 +22,18 @@ def origin_of(transport: asyncio.BaseTransport) -> Origin:
     return Origin(_peer(transport), names)
 
 
+def process_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the user and process of the peer of a unix socket, at its connect."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return uid, pid
+
+
 def _peer(transport: asyncio.BaseTransport) -> str:
     connection = transport.get_extra_info("socket")
     try:
         if connection is not None and connection.family == socket.AF_UNIX:
-            raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            pid, uid, _ = _CREDENTIALS.unpack(raw)
+            uid, pid = process_of(connection)
             return f"unix:uid={uid},pid={pid}"
         address = transport.get_extra_info("peername")
     except OSError:

@@ -29,7 +29,7 @@ LAYERS = {
     "control": "errors clock decoders contract config",
     "file_watcher": "errors clock",
     "auth": "errors clock logs config file_watcher",
-    "sources": "errors decoders logs config auth",
+    "sources": "errors clock decoders logs config auth",
     "measurement": "errors clock decoders logs",
     "transport": "errors clock logs config memory control file_watcher auth",
     "scheduling": "errors clock logs contract config arrow memory control auth measurement",

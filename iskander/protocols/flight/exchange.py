@@ -184,7 +184,7 @@ class Exchange:
         self._plan: Plan | None = None
         self._region = region
         self._tracer = dispatcher.tracer
-        self._opened_ns = now_ns()
+        self._opened_ns = self._progress_ns = now_ns()
         self._terms = StreamTerms(
             call.metadata, call.deadline_ns, call.source, is_traced=dispatcher.uses_contexts
         )
@@ -238,6 +238,18 @@ class Exchange:
             if self._admission is not None:
                 self._admission.cancel()
             self._end(error)
+
+    @property
+    def idle_since_ns(self) -> int:
+        """Start of the time without progress; 0 while a batch is in progress."""
+        stalled_ns = self._call.progress_ns
+        if stalled_ns:
+            return stalled_ns
+        return 0 if self._unwritten or self._admission is not None else self._progress_ns
+
+    def give_way(self, error: IskanderError) -> None:
+        """End the stream, which makes no progress, with an error."""
+        self._finish_run(detach(error))
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
         """Accept the results of one batch, to be sent in order."""
@@ -554,6 +566,7 @@ class Exchange:
                     return self._finish_run(pending.error)
                 for parts in frames:
                     call.send(*parts)
+                self._progress_ns = now_ns()
                 if self._tracer is not None:
                     self._trace(pending, pending.error)
         except Exception as failure:

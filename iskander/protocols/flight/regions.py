@@ -3,6 +3,9 @@
     unix socket  ->  RegionRequest  ->  a sealed memfd, sent as a descriptor, under a random name
     connection closed               ->  the region is released
 
+Each process has a share of the regions. At the limit, the longest unused region of the process with
+the most regions is released for a process with fewer.
+
 A client writes a body to its region and sends the location over the stream. The gateway copies the
 batch to the input arena, as any other batch. So only the gateway reads memory that a client can
 change, and reads it once.
@@ -15,9 +18,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from iskander.auth.shares import Shares
+from iskander.clock import now_ns
 from iskander.config.schema import ServerConfig, SharedMemoryConfig
 from iskander.control import shared_regions
 from iskander.control.shared_regions import REGION_HEADER, RegionGrant, send_region
@@ -32,6 +38,7 @@ from iskander.errors import (
 )
 from iskander.memory.client_segment import ClientSegment
 from iskander.transport.local_listener import LocalListener
+from iskander.transport.origin import process_of
 from iskander.transport.sockets import BoundPath
 
 BACKLOG = 64
@@ -39,11 +46,13 @@ RETRY_MS = 1000
 NAME_BYTES = 16
 
 
-class _Region(NamedTuple):
-    """A segment, and the connection that keeps it allocated."""
+@dataclass(eq=False)
+class _Region:
+    """A segment, and the connection that keeps it allocated; `used_ns` is its last use."""
 
     segment: ClientSegment
     connection: socket.socket
+    used_ns: int
 
 
 class RegionServer:
@@ -58,6 +67,8 @@ class RegionServer:
         self._listener: LocalListener | None = None
         self._regions: dict[str, _Region] = {}
         self.allocated: dict[str, int] = {}
+        # Names of regions by the process of their client.
+        self._shares: Shares[str] = Shares(lambda name: self._regions[name].used_ns, self._release)
 
     def start(self) -> None:
         """Listen, if `shared_memory.path` is set; raises ConfigError if that fails."""
@@ -94,8 +105,10 @@ class RegionServer:
         if region is None:
             raise RegionNotFound(
                 f"unknown region in `{REGION_HEADER}`: a region ends with the connection that "
-                "requested it; request another"
+                "requested it, or after some time without use if all regions "
+                "(`shared_memory.regions`) are allocated; request another"
             )
+        region.used_ns = now_ns()
         return region.segment
 
     def describe(self) -> dict[str, Any]:
@@ -112,17 +125,24 @@ class RegionServer:
             limit = f"limit {config.region_bytes} bytes (`shared_memory.region_bytes`)"
             text = f"region too large: {length_bytes} bytes, {limit}"
             raise LimitExceeded(text, wanted=config.region_bytes)
-        total = sum(self.allocated.values())
-        if len(self.allocated) >= config.regions or total + length_bytes > config.total_bytes:
+        source = process_of(connection)
+        own = self._shares.count(source)
+        has_room = self._shares.make_room(source, config.regions, now_ns())
+        while has_room and sum(self.allocated.values()) + length_bytes > config.total_bytes:
+            has_room = self._shares.take_back(now_ns(), above=own)
+        if not has_room:
+            total = sum(self.allocated.values())
             settings = "(`shared_memory.regions`, `shared_memory.total_bytes`)"
             limit = f"limit {config.regions} with {config.total_bytes} bytes {settings}"
-            text = f"{len(self.allocated)} regions with {total} bytes are allocated, {limit}"
+            text = f"{len(self.allocated)} regions with {total} bytes are allocated, {own} of them "
+            text += f"of this process, {limit}"
             raise Overloaded(text, retry_after_ms=RETRY_MS)
         segment = ClientSegment("iskander-region", length_bytes)
         name = secrets.token_hex(NAME_BYTES)
         send_region(connection, RegionGrant(name, length_bytes), segment.fd)
-        self._regions[name] = _Region(segment, connection)
+        self._regions[name] = _Region(segment, connection, now_ns())
         self.allocated[name] = length_bytes
+        self._shares.add(source, name)
         self._loop.add_reader(connection, self._release, name)
 
     def _reject(self, connection: socket.socket, error: Exception) -> None:
@@ -130,8 +150,9 @@ class RegionServer:
             send_region(connection, RegionGrant(error=error.to_wire()))
 
     def _release(self, name: str) -> None:
-        """Release a region: its client disconnected, or sent unexpected data."""
+        """Release a region: its client disconnected, sent unexpected data, or did not use it."""
         region = self._regions.pop(name)
+        self._shares.remove(name)
         self._loop.remove_reader(region.connection)
         region.connection.close()
         del self.allocated[name]

@@ -19,6 +19,8 @@ from iskander.arrow.types import output_schema
 from iskander.auth.audit import AuditLog
 from iskander.auth.grants import HEADER, Grant, handshake_header
 from iskander.auth.quota import NO_LIMITS
+from iskander.auth.shares import Shares
+from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.decoders import DECODE_ERRORS, thread_safe
 from iskander.errors import Draining, IskanderError, MalformedInput, Overloaded, Unsupported
@@ -28,6 +30,7 @@ from iskander.protocols.flight.exchange import OPEN_S, Exchange
 from iskander.protocols.flight.plans import Plans
 from iskander.protocols.flight.regions import RegionServer
 from iskander.protocols.flight.sources import FlightSources
+from iskander.protocols.submit import given_way_error
 from iskander.repository.models import Models, describe
 from iskander.repository.peers import Peers
 from iskander.scheduling.dispatch import Dispatcher
@@ -90,6 +93,7 @@ class FlightService:
         self._regions = regions
         self.plans = plans
         self.exchanges: dict[Exchange, Grant] = {}
+        self._shares: Shares[Exchange] = Shares(_idle_since, _give_way)
         self.sources: FlightSources | None = None
         self.operate: Callable[[str], Awaitable[dict[str, Any]]] | None = None
         self.is_draining = False
@@ -133,10 +137,11 @@ class FlightService:
         """Serve a stream; see `Exchange`."""
         if self.sources is None or not self.sources.is_reader(call):
             self._require_open()
-        if len(self.exchanges) >= self.limits.streams:
-            limit = f"limit {self.limits.streams} (`limits.streams`)"
-            text = f"{len(self.exchanges)} streams are open, {limit}"
-            raise Overloaded(text, retry_after_ms=1000)
+        caller = call.caller
+        if not self._shares.make_room(caller, self.limits.streams, now_ns()):
+            count, limit = len(self._shares), f"limit {self.limits.streams} (`limits.streams`)"
+            text = f"{count} streams are open, {self._shares.count(caller)} of them of this caller"
+            raise Overloaded(f"{text}, {limit}", retry_after_ms=1000)
         exchange = Exchange(
             call,
             input_arena=self._input_arena,
@@ -148,10 +153,12 @@ class FlightService:
             models=self.models,
         )
         self.exchanges[exchange] = call.grant
+        self._shares.add(caller, exchange)
         try:
             await exchange.run()
         finally:
             del self.exchanges[exchange]
+            self._shares.remove(exchange)
 
     async def handshake(self, call: Call) -> None:
         """Complete a handshake: a token sent as a password is returned as a bearer header."""
@@ -291,6 +298,14 @@ class FlightService:
         if name == "metrics":
             return await self._recent.answer(body)
         return self._stats() if name == "stats" else self._regions.describe()
+
+
+def _idle_since(exchange: Exchange) -> int:
+    return exchange.idle_since_ns
+
+
+def _give_way(exchange: Exchange) -> None:
+    exchange.give_way(given_way_error("stream"))
 
 
 @thread_safe

@@ -24,9 +24,15 @@ import msgspec
 
 from iskander._generated import flight_pb2
 from iskander.auth.grants import HEADER, Grant, bearer_token
-from iskander.clock import NS_PER_S, wall_ns
+from iskander.clock import NS_PER_S, now_ns, wall_ns
 from iskander.config.sources import SourceConfig, SourceReadsConfig
-from iskander.errors import IskanderError, LimitExceeded, SourceNotFound, TicketRejected
+from iskander.errors import (
+    IskanderError,
+    LimitExceeded,
+    Overloaded,
+    SourceNotFound,
+    TicketRejected,
+)
 from iskander.protocols.flight.data import data_head, schema_frame
 from iskander.scheduling.lane import Lane
 from iskander.sources.messages import Frame, Kind, Planned, PlanRequest, ReadRequest
@@ -42,6 +48,9 @@ ENDPOINTS_PER_TURN: Final = 64
 """Signed in one event loop iteration, in about a millisecond."""
 INFO_BYTES_MAX: Final = 4_000_000
 """gRPC clients accept 4 MiB by default."""
+FRAME_NS: Final = 3 * NS_PER_S
+"""Time for a client to read a frame, before it counts as time without progress."""
+RETRY_MS: Final = 1000
 ENDED: Final = "ended."
 """Prefix of the counts of ended reads: completed, cancelled, or the code of the error."""
 
@@ -58,12 +67,29 @@ class Read:
         ticket: What it reads.
         scope: Ends the call at its deadline, which is none until `stop`.
         error: Error with which `stop` ends it.
+        written_ns: Start of the write of a frame; 0 between two.
     """
 
     grant: Grant
     ticket: Ticket
     scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     error: IskanderError | None = None
+    written_ns: int = 0
+
+    @property
+    def stalled_since_ns(self) -> int:
+        """The time at which the client is too late to read a frame; 0 between two frames."""
+        return self.written_ns and self.written_ns + FRAME_NS
+
+    def give_way(self) -> None:
+        """End the call: its client does not read, and others wait for a reader process."""
+        self.stop(
+            Overloaded(
+                "the client did not read for a while, and the reader process was given to another "
+                "caller; limit `source_reads.streams`",
+                retry_after_ms=RETRY_MS,
+            )
+        )
 
     def stop(self, error: IskanderError) -> None:
         """End the call with an error."""
@@ -284,11 +310,13 @@ class FlightSources:
         return lane, msgspec.msgpack.decode(found[0].metadata, type=Planned)
 
     async def _relay(self, read: Read, request: ReadRequest, call: Call) -> None:
-        answers = self._readers.answers(request, call.source)
+        answers = self._readers.answers(request, call.source, read)
         try:
             async with read.scope, contextlib.aclosing(answers) as frames:
                 async for frame in frames:
+                    read.written_ns = now_ns()
                     await self._send(frame, call)
+                    read.written_ns = 0
         except TimeoutError:
             assert read.error is not None, "the scope has no deadline of its own"
             raise read.error from None

@@ -113,7 +113,8 @@ class OipService:
         limits, tracer = self._submitter.limits, self._submitter.tracer
         uses_contexts = self._submitter.uses_contexts
         stream = InferStream(call, self._inference, limits, tracer, uses_contexts=uses_contexts)
-        with self._submitter.open_call(stream.drain, call.caller):
+        with self._submitter.open_call(stream.drain, call.caller) as opened:
+            opened.lend(stream.idle_since_ns, stream.give_way)
             self._streams.add(stream)
             try:
                 await stream.run()

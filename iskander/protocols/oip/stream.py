@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 
 from iskander._generated import oip_pb2
+from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.errors import Draining, IskanderError, detach
 from iskander.logs import requests as log
@@ -52,6 +53,9 @@ class InferStream:
         self._answers: dict[asyncio.Task[list[Message]], int] = {}
         self._changed = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
+        self._progress_ns = now_ns()
+        self._given_way: IskanderError | None = None
         self._last_error: IskanderError = Draining(
             "the server is stopping; send further requests to another server", retry_after_ms=0
         )
@@ -60,15 +64,20 @@ class InferStream:
         """Serve the stream until its end; raise its error after all earlier responses."""
         self._reader = asyncio.create_task(self._read_all())
         self._reader.add_done_callback(lambda _: self._changed.set())
+        self._writer = asyncio.current_task()
         try:
             await self._write_all()
+        except asyncio.CancelledError:
+            if self._given_way is None:
+                raise
+            raise self._given_way from None
         finally:
             tasks = [self._reader, *self._answers]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             # Breaks the reference cycle of this frame, the tasks and their error.
-            self._reader = None
+            self._reader = self._writer = None
             self._answers.clear()
             tasks.clear()
 
@@ -76,6 +85,17 @@ class InferStream:
         """Stop reading; accepted requests are still answered, then the stream ends."""
         if self._reader is not None:
             self._reader.cancel()
+
+    def idle_since_ns(self) -> int:
+        """Start of the time without progress; 0 while a request is being answered."""
+        stalled_ns = self._call.progress_ns
+        return stalled_ns or (0 if self._answers else self._progress_ns)
+
+    def give_way(self, error: IskanderError) -> None:
+        """End the stream, which makes no progress, with an error."""
+        if self._writer is not None:
+            self._given_way = error
+            self._writer.cancel()
 
     def check_grant(self) -> None:
         """If the token is no longer valid, drain the stream and end it with that error."""
@@ -120,6 +140,7 @@ class InferStream:
         while True:  # No local variable for a task: its error would keep this frame.
             if self._answers and self._first.done():
                 await self._call.write(*self._first.result())
+                self._progress_ns = now_ns()
                 self._window.leave(self._answers.pop(self._first))
                 self._changed.set()
             elif not self._answers and self._reader.done():

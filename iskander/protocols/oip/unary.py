@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from iskander.errors import IskanderError
@@ -123,6 +124,7 @@ class UnaryInfer:
             self._open_call.close()
             self._end_trace(None)
         else:
+            self._open_call.lend(self._stalled_since_ns, partial(self._reject, self._call))
             self._call.task = writing = asyncio.get_running_loop().create_task(self._write(parts))
             # Not in the task: it never runs if cancelled before its first step.
             writing.add_done_callback(self._on_written)
@@ -130,6 +132,9 @@ class UnaryInfer:
     def _on_written(self, writing: asyncio.Task[None]) -> None:
         self._open_call.close()
         self._end_trace(GONE if writing.cancelled() else None)
+
+    def _stalled_since_ns(self) -> int:
+        return self._call.progress_ns
 
     async def _write(self, parts: list[Message]) -> None:
         await self._call.write(*parts)

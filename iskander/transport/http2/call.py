@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -66,7 +66,7 @@ class Call(CallReceiver):
             self._timer = self._loop.call_later(head.timeout_ns / NS_PER_S, self._expire)
 
     @property
-    def caller(self) -> object:
+    def caller(self) -> Hashable:
         """Identity of the caller: the name of its grant, or else the connection."""
         return self.grant.name or self._streams
 
@@ -84,6 +84,13 @@ class Call(CallReceiver):
     def is_blocked(self) -> bool:
         """Whether flow control or a full socket holds back data."""
         return bool(self._outbox)
+
+    @property
+    def progress_ns(self) -> int:
+        """Last progress of data that flow control holds back, or of a partial message; else 0."""
+        if self._outbox:
+            return self._sent_ns
+        return self._progress_ns if self._partial is not None else 0
 
     def begin(self, metadata: Metadata = ()) -> None:
         """Send the response headers with this metadata, unless they are already sent."""

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from iskander.auth.shares import IDLE_NS
 from iskander.client.shared_memory import Region, _free_start
 from iskander.client.sharing import WORTH_BYTES, can_share
 from iskander.config.schema import ServerConfig, SharedMemoryConfig
@@ -43,7 +44,9 @@ from iskander.errors import (
     Unsupported,
 )
 from iskander.memory.client_segment import ClientSegment, SegmentRange
+from iskander.protocols.flight import regions as server_regions
 from iskander.protocols.flight.regions import RegionServer
+from iskander.transport.local_listener import GREETINGS_MAX
 
 KIB = 1024
 TIMEOUT_S = 5.0
@@ -270,6 +273,38 @@ def test_region_limits(tmp_path: Path) -> None:
         wait_until(lambda: len(regions.allocated) == 1)
         Region(path, 4 * KIB, TIMEOUT_S).close()
         first.close()
+
+
+def test_unused_region_is_released_for_a_process_with_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process with all regions, and another one; a used region stays."""
+    process = [1]
+    monkeypatch.setattr(server_regions, "process_of", lambda _: (0, process[0]))
+    with region_server(tmp_path, regions=3) as (regions, path, run_in_loop):
+        unused, used, latest = (Region(path, KIB, TIMEOUT_S) for _ in range(3))
+        process[0] = 2
+        with pytest.raises(Overloaded, match="3 regions"):
+            Region(path, KIB, TIMEOUT_S)
+        for region in regions._regions.values():
+            region.used_ns -= IDLE_NS
+        run_in_loop(lambda: regions.find(used.name))
+        other = Region(path, KIB, TIMEOUT_S)
+        wait_until(lambda: not unused.is_attached)
+        assert used.is_attached and latest.is_attached and other.is_attached
+        with pytest.raises(RegionNotFound):
+            run_in_loop(lambda: regions.find(unused.name))
+        for each in (unused, used, latest, other):
+            each.close()
+
+
+def test_connections_without_a_greeting_do_not_lock_out_others(tmp_path: Path) -> None:
+    with region_server(tmp_path) as (_, path, _), contextlib.ExitStack() as stack:
+        for _ in range(2 * GREETINGS_MAX):
+            silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.enter_context(silent)
+            silent.connect(str(path))
+        Region(path, KIB, TIMEOUT_S).close()
 
 
 @pytest.mark.parametrize(

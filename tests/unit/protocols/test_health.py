@@ -10,10 +10,13 @@ from support.observed import make_lane, models_of
 
 from iskander._generated import health_pb2
 from iskander.auth.grants import FULL_GRANT
+from iskander.auth.shares import IDLE_NS
+from iskander.clock import now_ns
 from iskander.config.schema import Config, RepositoryConfig
-from iskander.errors import ModelNotFound
+from iskander.errors import ModelNotFound, Overloaded
 from iskander.measurement.recent_values import RecentValues
-from iskander.protocols.health import HealthService
+from iskander.protocols import health
+from iskander.protocols.health import ANONYMOUS_DIVISOR, HealthService
 from iskander.repository.models import Failure, Models, configured
 from iskander.repository.routing import Routing
 
@@ -103,3 +106,43 @@ def test_loading_or_failed_model_is_not_serving(name: str, *, is_pending: bool) 
 def test_unknown_model_is_not_found(name: str) -> None:
     with pytest.raises(ModelNotFound):
         status_of(models_of([make_lane("m")]), name)
+
+
+class WatchCall:
+    """A call of a caller, with the number of its responses."""
+
+    def __init__(self, caller: str) -> None:
+        self.grant, self.caller, self.responses = FULL_GRANT, caller, 0
+
+    async def write(self, *_: bytes) -> None:
+        self.responses += 1
+
+
+def test_oldest_watch_stream_gives_way_to_a_caller_with_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raw = health_pb2.HealthCheckRequest().SerializeToString()
+
+    async def run() -> None:
+        service = HealthService(Models(), watchers_max=8)
+
+        async def watch(caller: str) -> None:
+            await service.watch(raw, WatchCall(caller))  # type: ignore[arg-type]
+
+        limit = service.watchers_max // (ANONYMOUS_DIVISOR if FULL_GRANT.is_anonymous else 1)
+        greedy = [asyncio.create_task(watch("greedy")) for _ in range(limit)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded):
+            await watch("other")
+        later = now_ns() + IDLE_NS
+        monkeypatch.setattr(health, "now_ns", lambda: later)
+        with pytest.raises(Overloaded):
+            await watch("greedy")
+        other = asyncio.create_task(watch("other"))
+        with pytest.raises(Overloaded, match="given to another"):
+            await greedy[0]
+        assert not other.done() and not any(each.done() for each in greedy[1:])
+        service.stop()
+        await asyncio.gather(other, *greedy[1:])
+
+    asyncio.run(run())

@@ -12,9 +12,17 @@ import pytest
 from support.input_arena import in_loop, turns
 from support.submitter import LIMITS, submitter_harness
 
+from iskander.auth.shares import IDLE_NS
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
-from iskander.errors import DeadlineExceeded, Draining, ExecutionFailed, NotReady, Overloaded
+from iskander.errors import (
+    DeadlineExceeded,
+    Draining,
+    ExecutionFailed,
+    IskanderError,
+    NotReady,
+    Overloaded,
+)
 from iskander.memory.arena import GRAIN_BYTES
 from iskander.protocols.submit import RequestSubmitter
 from iskander.protocols.tensors import RequestTensors
@@ -167,14 +175,14 @@ async def test_drain_answers_accepted_requests_and_rejects_new_ones() -> None:
 
 @in_loop
 async def test_last_share_of_calls_is_reserved_for_other_callers() -> None:
-    """Four of 32 calls are reserved for callers with fewer than four."""
+    """A caller holds at most eight times what it leaves free."""
     limits = LimitsConfig(streams=32)
     async with submitter_harness() as harness:
         submitter = RequestSubmitter(harness.input_arena, harness.dispatcher, limits)
         with contextlib.ExitStack() as stack:
             for _ in range(28):
                 stack.enter_context(submitter.open_call(caller="greedy"))
-            with pytest.raises(Overloaded, match=r"open requests of this caller .* limit 4 of 32"):
+            with pytest.raises(Overloaded, match=r"of this caller .*: 28 of 28, limit 32"):
                 stack.enter_context(submitter.open_call(caller="greedy"))
             for other in ("a", "b", "a"):
                 stack.enter_context(submitter.open_call(caller=other))
@@ -185,3 +193,25 @@ async def test_last_share_of_calls_is_reserved_for_other_callers() -> None:
             with submitter.open_call(caller="greedy"):
                 assert len(submitter.calls) == 1
         assert not submitter.calls
+
+
+@in_loop
+async def test_call_without_progress_gives_way_to_a_caller_with_fewer() -> None:
+    """At the limit of two calls; not to the same caller, and not while it makes progress."""
+    async with submitter_harness() as harness:
+        ended: list[IskanderError] = []
+        since = [now_ns()]
+        opened = [harness.submitter.open_call(caller="greedy") for _ in range(2)]
+        for call in opened:
+            call.lend(lambda: since[0], ended.append)
+        with pytest.raises(Overloaded):
+            harness.submitter.open_call(caller="other")
+        since[0] -= IDLE_NS
+        with pytest.raises(Overloaded):
+            harness.submitter.open_call(caller="greedy")
+        with harness.submitter.open_call(caller="other"):
+            (error,) = ended
+            assert isinstance(error, Overloaded) and "given to another" in error.message
+            assert len(harness.submitter.calls) == 2
+        for call in opened:
+            call.close()

@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 
 import pytest
 
+from iskander.auth.shares import IDLE_NS
 from iskander.auth.source import Source
-from iskander.sources.slots import FairSlots, SlotsFull
+from iskander.clock import now_ns
+from iskander.sources.slots import CHECK_S, FairSlots, SlotsFull
 
 LONG_S = 5.0
 GREEDY, OTHER, THIRD = Source("greedy"), Source("other"), Source("third")
@@ -169,3 +171,47 @@ def test_cancelled_caller_passes_its_slot_on() -> None:
         assert served == ["a", "c"]
 
     holding(test, count=1)
+
+
+class Reading:
+    """A read whose client stopped reading at a time."""
+
+    def __init__(self, stalled_since_ns: int) -> None:
+        self.stalled_since_ns = stalled_since_ns
+        self.gave_way = 0
+
+    def give_way(self) -> None:
+        self.gave_way += 1
+
+
+def test_stalled_slot_is_taken_back_for_a_caller_that_waits() -> None:
+    """For one with fewer slots; not while its client reads."""
+    unread, read = Reading(now_ns()), Reading(0)
+
+    async def run() -> None:
+        slots, served = FairSlots(2, 16), asyncio.Event()
+
+        async def hold(source: Source, held: Reading | None) -> None:
+            async with slots.hold(source, LONG_S, held):
+                if held is None:
+                    served.set()
+                await asyncio.Event().wait()
+
+        holders = [(OTHER, read), (GREEDY, unread)]
+        tasks = [asyncio.create_task(hold(*each)) for each in holders]
+        await settle()
+        tasks.append(asyncio.create_task(hold(GREEDY, None)))
+        await settle()
+        unread.stalled_since_ns -= IDLE_NS
+        await asyncio.sleep(2 * CHECK_S)
+        assert not served.is_set() and not unread.gave_way
+        tasks.append(asyncio.create_task(hold(THIRD, None)))
+        async with asyncio.timeout(LONG_S):
+            await served.wait()
+        assert (unread.gave_way, read.gave_way) == (1, 0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert slots.waiting == 0
+
+    asyncio.run(run())

@@ -91,9 +91,10 @@ class HttpInference:
             raise Overloaded(
                 "too many open connections (`http.connections`)", retry_after_ms=RETRY_MS
             )
-        self._submitter.require_open()
         path = request.path_params
         grant: Grant = scope["grant"]
+        caller = grant.name or (request.client and request.client.host)
+        self._submitter.require_open(caller)
         grant.require_model(path["name"])
         key = _route_key(request.headers, grant)
         lane = self._models.find_loaded(path["name"], path.get("version"), key)
@@ -101,7 +102,6 @@ class HttpInference:
         with ReceivedBody(self._quota) as received:
             try:
                 parsed = await self._read(request, lane, received)
-                caller = grant.name or (request.client and request.client.host)
                 with self._submitter.open_call(caller=caller):
                     parts, json_bytes = await self._infer(request, lane, parsed, traced)
                     received.add(sum(map(len, parts)))

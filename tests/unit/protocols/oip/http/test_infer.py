@@ -42,7 +42,7 @@ class ScriptedSubmitter:
         self.callers: list[object] = []
         self._respond = respond
 
-    def require_open(self) -> None: ...
+    def require_open(self, caller: object) -> None: ...
 
     @contextlib.contextmanager
     def open_call(self, caller: object = None) -> Iterator[None]:
