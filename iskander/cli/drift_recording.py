@@ -30,6 +30,7 @@ from iskander.errors import ConfigError
 from iskander.scoring.planning import cut, describe
 from iskander.scoring.server import model_name, prepared_server
 from iskander.scoring.sources import Source, open_source
+from iskander.scoring.whole import whole_if_needed
 
 BATCH_ROWS: Final = 4096
 SETTLE_S: Final = 3.0
@@ -120,6 +121,7 @@ def _send(
         if each in schema.names and not pa.types.is_nested(schema.field(each).type)
     }
     source = open_source(inputs, types=types, plain_files=plain_files)
+    source = whole_if_needed(source, description)
     try:
         matching = Matching(description, source.schema, columns=columns)
         matched = map(matching.apply, _batches(source))

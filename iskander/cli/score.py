@@ -326,6 +326,7 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
     from iskander.scoring.planning import WORKERS_S, csv_types, describe, plan_job
     from iskander.scoring.runner import Stop
     from iskander.scoring.sources import open_source
+    from iskander.scoring.whole import whole_if_needed
 
     with contextlib.ExitStack() as signals, contextlib.ExitStack() as stack:
         journal: Journal | None = None
@@ -347,6 +348,7 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
             plain_files=job.plain_files,
         )
         stack.callback(source.close)
+        source = whole_if_needed(source, description)
         planned = plan_job(job, source, description)
         if job.unattended and journal is not None and journal.is_of_another(planned.plan):
             job = dataclasses.replace(job, unattended=False, restart=True)

@@ -63,9 +63,9 @@ class ModelDescription:
     whole_reason: str = ""
 
     @property
-    def cut_terms(self) -> dict[str, Any]:
+    def cut_terms(self) -> dict[str, str]:
         """Terms of batches that are parts of a table, for a server that checks it."""
-        return {"cut": True} if "rows" in self.metadata else {}
+        return {"cut": "true"} if "rows" in self.metadata and not self.is_whole else {}
 
     def whole_error(self, error: LimitExceeded) -> LimitExceeded:
         """Return the error of a table that is too large for one batch, with the reason for one."""

@@ -71,6 +71,22 @@ class Columns:
         return [name for name in names if name in wanted]
 
 
+def require_cuttable(description: ModelDescription, engine: str, function: str) -> None:
+    """Require a model whose rows an engine may cut into batches.
+
+    Raises:
+        ContractError: It takes all rows of a table in one request.
+    """
+    if description.is_whole:
+        raise ContractError(
+            f"model `{description.name}` takes all rows of a table in one request, because "
+            f"{description.whole_reason}; {engine} cuts rows into batches at any place. Score each "
+            f"table with `iskander.client.Client` in {function}, or set `combine = true` in the "
+            "manifest if the rows are known to be independent",
+            model=description.name,
+        )
+
+
 def plan_columns(
     description: ModelDescription,
     schema: pa.Schema | None,

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from iskander.client import Client, ModelDescription
 from iskander.engines.addresses import Servers
-from iskander.engines.columns import plan_columns
+from iskander.engines.columns import plan_columns, require_cuttable
 from iskander.engines.runtimes import common_runtimes
 from iskander.engines.scorer import Scorer, ScoreSpec
 from iskander.errors import ConfigError
@@ -146,6 +146,7 @@ def _describe(
     addresses = servers.addresses()
     with Client(addresses, **options) as client:
         description = client.model(model, version=version).description
+    require_cuttable(description, "Ray", "`map_groups`")
     return description, common_runtimes(description, addresses, options)
 
 

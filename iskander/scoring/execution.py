@@ -30,13 +30,17 @@ def execution(description: ModelDescription) -> dict[str, str]:
         "threads": _joined(str(each["threads"]) for each in runtimes),
         "max_batch_rows": str(description.max_batch_rows),
         "limits": ", ".join(f"{name} {limits[name]}" for name in sorted(limits)),
+        "request": "all rows" if description.is_whole else "batches",
     }
 
 
 def runtime_terms(description: ModelDescription) -> dict[str, str]:
-    """Return the term of calls that only servers with these runtimes accept; empty without any."""
+    """Return terms of calls that only servers with these runtimes accept; empty without any.
+
+    If rows are cut into batches, servers whose model does not permit that reject the calls, too.
+    """
     names = [str(each["name"]) for each in _runtimes(description)]
-    return {TERM: SEPARATOR.join(names)} if names else {}
+    return {**({TERM: SEPARATOR.join(names)} if names else {}), **description.cut_terms}
 
 
 def require_runtimes(planned: ModelDescription, found: ModelDescription, where: str) -> None:

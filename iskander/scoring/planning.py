@@ -14,8 +14,8 @@ import pyarrow as pa
 from iskander import clock
 from iskander.client import ModelDescription
 from iskander.client.matching import Matching
-from iskander.client.slicing import slices
-from iskander.errors import ContractError, IskanderError
+from iskander.client.slicing import slices, whole
+from iskander.errors import ContractError, IskanderError, LimitExceeded
 from iskander.scoring.execution import execution
 from iskander.scoring.filters import Filter, parse_filter
 from iskander.scoring.job import Job
@@ -23,6 +23,7 @@ from iskander.scoring.plan import Plan, fingerprint, limited, model_digest
 from iskander.scoring.rows import require_separable
 from iskander.scoring.sinks.schemas import check_columns
 from iskander.scoring.sources import Source
+from iskander.scoring.whole import require_rows, require_whole
 
 WORKERS_S: Final = 30.0
 """Time for the other workers of a server that is ready to load the model, before a job."""
@@ -30,7 +31,7 @@ DESCRIBE_S: Final = 120.0
 """Time in which a server that is starting again has to describe the model."""
 _POLL_S: Final = 0.1
 _UNSTABLE: Final = (
-    "ready", "versions", "aliases", "limits", "max_batch_rows", "runtimes", "all_runtimes"
+    "ready", "versions", "aliases", "limits", "max_batch_rows", "runtimes", "all_runtimes", "rows",
 )  # fmt: skip
 """Keys of a contract that say nothing about the model itself; see `execution` for some."""
 
@@ -98,14 +99,17 @@ def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned
 
     Raises:
         ConfigError: A column of an option does not exist, or `on_error` does not fit the model.
-        ContractError: The input does not match the model, or two output columns have one name.
+        ContractError: The input does not match the model, two output columns have one name, or the
+            model takes all rows in one request and the source has them in parts.
         FilterError: The filter is not valid for the input.
+        LimitExceeded: The model takes all rows in one request, and there are too many.
     """
     schema = source.schema
     condition = parse_filter(job.filter) if job.filter is not None else None
     if condition is not None:
         condition.expression(schema)
     require_separable(job.on_error, description)
+    require_whole(source, description)
     if job.keep is not None:
         check_columns("keep", job.keep, schema)
     kept = tuple(job.keep) if job.keep is not None else tuple(schema.names)
@@ -132,6 +136,8 @@ def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned
         [schema.field(name) for name in kept] + [each.with_nullable(True) for each in results]
     )
     units = limited(source.units(), job.limit, lambda unit: source.count(unit, condition))
+    if condition is None and units[0].rows is not None:
+        require_rows(description, units[0].rows)
     digest = model_digest(identity(description))
     options = job.fingerprinted() | execution(description)
     plan = Plan(
@@ -182,10 +188,22 @@ def cut(batch: pa.RecordBatch, description: ModelDescription) -> Iterator[pa.Rec
     not cut them by its load. A model that ranks the rows of a batch has them together.
 
     Raises:
-        LimitExceeded: One row alone exceeds a limit.
+        LimitExceeded: One row alone exceeds a limit, or the rows must not be cut and exceed one.
+        ContractError: The batches of such rows cannot be joined.
     """
     limits = description.limits
     rows_max = limits["rows"]
+    if description.is_whole:
+        try:
+            batch = whole(
+                [batch],
+                rows_max=rows_max,
+                bytes_max=limits["bytes"],
+                string_bytes_max=limits["string_bytes"],
+            )
+        except LimitExceeded as error:
+            raise description.whole_error(error) from None
+        return iter([batch])
     if not description.ranked_within:
         rows_max = min(rows_max, description.max_batch_rows)
     return slices(

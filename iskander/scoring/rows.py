@@ -222,8 +222,15 @@ def require_separable(on_error: str, description: ModelDescription) -> None:
     """Require a model whose other rows have the same results without a rejected row.
 
     Raises:
-        ConfigError: The model ranks the rows of a batch, and the policy is not `fail`.
+        ConfigError: The model ranks the rows of a batch, or its rows depend on each other, and the
+            policy is not `fail`.
     """
+    if on_error != "fail" and description.is_whole:
+        raise ConfigError(
+            f"on_error is {on_error!r}, but model `{description.name}` takes all rows in one "
+            f"request, because {description.whole_reason}: without a rejected row, the others may "
+            "have other results; use `fail`"
+        )
     if on_error != "fail" and description.ranked_within:
         raise ConfigError(
             f"on_error is {on_error!r}, but model `{description.name}` ranks the rows of a batch: "

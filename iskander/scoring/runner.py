@@ -405,7 +405,7 @@ class Runner:
         found = describe(self._parts.client, plan.model, plan.version, is_ended=self._is_ended)
         planned = self._parts.planned.description
         require_runtimes(planned, found, f"at {unit.name}, the server")
-        if identity(found) != identity(planned):
+        if identity(found) != identity(planned) or found.is_whole != planned.is_whole:
             raise ModelMoved(
                 f"model `{plan.model}/{plan.version}` was replaced during the job, at "
                 f"{unit.name}; start again with --restart"

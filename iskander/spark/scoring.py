@@ -17,7 +17,7 @@ from iskander.client import Client, ModelDescription, Retry, Tls
 from iskander.client.client import DEFAULT_RETRY
 from iskander.client.credentials import Token
 from iskander.client.retry import require_seconds
-from iskander.engines.columns import plan_columns
+from iskander.engines.columns import plan_columns, require_cuttable
 from iskander.engines.runtimes import common_runtimes
 from iskander.engines.scorer import ScoreSpec
 from iskander.errors import ConfigError, ContractError
@@ -175,6 +175,7 @@ def scorer(  # noqa: PLR0913 - options of one job, all by keyword
     options: dict[str, Any] = {"token": token, "tls": tls, "retry": retry}
     with Client(servers.addresses(), **options) as client:
         description = client.model(model, version=version).description
+    require_cuttable(description, "Spark", "`applyInArrow`")
     if description.ranked_within:
         raise ContractError(
             f"model `{model}` ranks the rows of a batch, and Spark cuts the rows into batches at "

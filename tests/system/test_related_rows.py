@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from support import row_graphs
-from support.processes import Gateway, running
+from support.processes import BIN, Gateway, running
 
 from iskander.client import Client
 from iskander.errors import ContractError, IskanderError, LimitExceeded
@@ -176,3 +179,37 @@ def test_request_that_cannot_be_one_run(
     for connect in (by_grpc, by_http):
         with pytest.raises(Exception, match=parts[0]):  # Triton's own type for each.
             connect(gateway)(model, x)
+
+
+def scored(gateway: Gateway, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [str(BIN / "iskander"), "score", "--server", gateway.address, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_job_scores_all_files_as_one_request(gateway: Gateway, tmp_path: Path) -> None:
+    parts = [np.random.default_rng(n).standard_normal((2, row_graphs.WIDTH)) for n in range(4)]
+    (tmp_path / "in").mkdir()
+    for index, part in enumerate(parts):
+        table = pa.table({"x": column(part.astype(np.float32)), "n": [index, index]})
+        pq.write_table(table, tmp_path / "in" / f"{index}.parquet")
+
+    done = scored(gateway, "sums", tmp_path / "in", "-o", tmp_path / "out", "--keep", "n")
+
+    assert done.returncode == 0, done.stderr
+    found = pq.read_table(tmp_path / "out")
+    assert found["n"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    values = np.stack(found["y"].to_numpy())
+    np.testing.assert_allclose(values, np.cumsum(np.concatenate(parts), axis=0), atol=1e-4)
+
+
+def test_job_that_is_no_request_is_rejected_by_name(gateway: Gateway, tmp_path: Path) -> None:
+    x = np.ones((ROWS_MAX + 1, row_graphs.WIDTH), np.float32)
+    pq.write_table(pa.table({"x": column(x)}), tmp_path / "in.parquet")
+    done = scored(gateway, "sums", tmp_path / "in.parquet", "-o", tmp_path / "out")
+    assert done.returncode == 1
+    for part in ("9 rows", "limit 8", "max_batch_rows", "dependent", "combine = true"):
+        assert part in done.stderr
+    done = scored(
+        gateway, "sums", tmp_path / "in.parquet", "-o", tmp_path / "out", "--on-error", "null"
+    )
+    assert done.returncode == 2 and "use `fail`" in done.stderr

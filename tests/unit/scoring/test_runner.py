@@ -19,6 +19,7 @@ from iskander.errors import (
     ContractError,
     DeadlineExceeded,
     IskanderError,
+    LimitExceeded,
     ModelMoved,
     ModelNotFound,
     NotReady,
@@ -38,6 +39,7 @@ from iskander.scoring.planning import Planned, describe, plan_job
 from iskander.scoring.runner import Interrupted, Parts, Runner, Stop, memory_bytes
 from iskander.scoring.sinks.errors import OutputError
 from iskander.scoring.sinks.writing import Staged
+from iskander.scoring.whole import whole_if_needed
 
 WITHIN_S = 10.0
 
@@ -195,7 +197,8 @@ class Bench:
         self.is_kept = True
 
     def planned(self) -> Planned:
-        return plan_job(self.job, self.source, self.client.description)
+        source = whole_if_needed(self.source, self.client.description)
+        return plan_job(self.job, source, self.client.description)
 
     def run(self, **limits: float) -> Any:
         planned = self.planned()
@@ -203,7 +206,7 @@ class Bench:
             parts = Parts(
                 job=self.job,
                 planned=planned,
-                source=self.source,
+                source=whole_if_needed(self.source, self.client.description),
                 sink=self.sink,
                 client=self.client,
                 journal=journal if self.is_kept else None,
@@ -216,9 +219,8 @@ class Bench:
     def dry_run(self) -> DryRun:
         client: Any = self.client
         with Journal(self.state) as journal:
-            return dry_run(
-                self.job, self.planned(), source=self.source, client=client, journal=journal
-            )
+            source = whole_if_needed(self.source, client.description)
+            return dry_run(self.job, self.planned(), source=source, client=client, journal=journal)
 
     def finished(self) -> set[int]:
         with Journal(self.state) as journal:
@@ -832,3 +834,87 @@ def test_description_waits_for_a_server_that_starts() -> None:
     errors.append(ModelNotFound("none"))
     with pytest.raises(ModelNotFound):
         describe(client, "m", None)
+
+
+# -- Models whose rows depend on each other
+
+
+def related(rows: int = 1000, **changes: Any) -> ModelDescription:
+    metadata = {"inputs": ["x"], "rows": {"verdict": "dependent"}}
+    limits = {"rows": rows, "bytes": 1 << 20, "string_bytes": 1 << 20}
+    return description(
+        limits=limits,
+        metadata=metadata,
+        row_relation="dependent",
+        is_whole=True,
+        whole_reason="its rows are dependent: row 3",
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(None, 30), (30, 30), (17, 17), (3, 3)])
+def test_table_of_related_rows_is_one_request(tmp_path: Path, limit: int | None, rows: int) -> None:
+    bench = Bench(tmp_path, limit=limit, keep=("id",))
+    bench.client.description = related()
+    report = bench.run()
+    assert bench.client.sent == [list(range(rows))]
+    assert bench.sink.committed == [{"id": f"r{x}", "y": 3 * x + 1} for x in range(rows)]
+    assert (report.rows_in, report.units) == (rows, 1)
+    (_, _, terms) = bench.client.calls[0]
+    assert "cut" not in terms
+
+
+def test_table_of_related_rows_above_the_limit_is_an_error_of_the_plan(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.client.description = related(29)
+    with pytest.raises(LimitExceeded) as caught:
+        bench.planned()
+    for part in ("30 rows", "limit 29", "max_batch_rows", "row 3", "combine = true"):
+        assert part in caught.value.message
+    # With a filter, only reading tells.
+    bench = Bench(tmp_path, filter="x >= 0")
+    bench.client.description = related(29)
+    with pytest.raises(LimitExceeded, match="at least 30 rows"):
+        bench.run()
+    assert bench.client.sent == []
+
+
+def test_related_rows_are_not_separated(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, on_error="null")
+    bench.client.description = related()
+    with pytest.raises(ConfigError, match=r"'null'.*row 3.*use `fail`"):
+        bench.planned()
+
+
+def test_parts_of_related_rows_are_rejected(tmp_path: Path) -> None:
+    """As a reader of a source would send them."""
+    bench = Bench(tmp_path)
+    with pytest.raises(ContractError, match=r"all rows of a table in one request.*row 3"):
+        plan_job(bench.job, bench.source, related())
+
+
+def test_verdict_that_changes_during_the_job_ends_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    metadata = {"inputs": ["x"], "rows": {"verdict": "independent"}}
+    bench.client.description = description(metadata=metadata)
+
+    def answer(x: list[int]) -> Exception | None:
+        bench.client.description = related()
+        return None
+
+    bench.client.answer = answer
+    with pytest.raises(ModelMoved, match="replaced during the job"):
+        bench.run()
+    (_, _, terms) = bench.client.calls[0]
+    assert terms["cut"] == "true"
+
+
+def test_evidence_is_not_in_the_fingerprint_but_the_rule_is(tmp_path: Path) -> None:
+    def plan(rows: dict[str, str], **changes: Any) -> Plan:
+        bench = Bench(tmp_path)
+        bench.client.description = description(metadata={"inputs": ["x"], "rows": rows}, **changes)
+        return bench.planned().plan
+
+    first = plan({"verdict": "independent", "evidence": "a"})
+    assert plan({"verdict": "independent", "evidence": "b"}).fingerprint == first.fingerprint
+    assert plan({}, is_whole=True).fingerprint != first.fingerprint

@@ -168,6 +168,9 @@ def test_models_that_spark_cannot_use(client: FakeClient) -> None:
     client.description = described(ranked_within=("g",))
     with pytest.raises(ContractError, match="model `m` ranks the rows of a batch"):
         scorer("m", "a:1")
+    client.description = described(is_whole=True, whole_reason="its rows are dependent: row 3")
+    with pytest.raises(ContractError, match=r"row 3; Spark cuts.*applyInArrow"):
+        scorer("m", "a:1")
     client.description = described(output_schema=pa.schema({"y": pa.time64("us")}))
     with pytest.raises(ContractError, match="result `y` has the type time64"):
         scorer("m", "a:1")
