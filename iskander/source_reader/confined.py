@@ -55,7 +55,7 @@ class ConfinedFileSystem(pafs.LocalFileSystem):  # type: ignore[misc]
 
     def local(self, path: str) -> str:
         """Return the machine's path of a path; see `LocalPaths`."""
-        return os.path.join(self._root, path.partition("/")[2]).rstrip("/")
+        return os.path.join(self._root, path.partition("/")[2].lstrip("/")).rstrip("/")
 
     def shown(self, real: str) -> str:
         """Return a path of the machine for messages, which have no absolute path."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import deltalake
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -232,6 +233,25 @@ def test_plan_and_report_as_json(gateway: Gateway, place: Path, tmp_path: Path) 
 
 
 # -- Errors and exit codes
+
+
+def test_files_of_a_table_are_rejected_unless_they_are_asked_for(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    for numbers in ([1, 2, 3, 4], [1, 2]):
+        data = pa.table({"x": numbers, "p": ["b"] * len(numbers)})
+        deltalake.write_deltalake(
+            str(tmp_path / "lake/t"), data, partition_by=["p"], mode="overwrite"
+        )
+    server = ("--server", gateway.address, "--keep", "x")
+    for given in ("lake", "lake/t/p=b", "lake/t/*/*.parquet"):
+        _, text = score(tmp_path, "ids", given, "-o", "out", *server, code=1)
+        assert f"the Delta table {tmp_path}/lake/t" in text and "--plain-files" in text
+    assert not (tmp_path / "out").exists() and not (tmp_path / "_iskander").exists()
+    score(tmp_path, "ids", "lake/t", "-o", "table.parquet", *server)
+    assert pq.read_table(tmp_path / "table.parquet")["x"].to_pylist() == [1, 2]
+    score(tmp_path, "ids", "lake/t/p=b", "-o", "all.parquet", *server, "--plain-files")
+    assert sorted(pq.read_table(tmp_path / "all.parquet")["x"].to_pylist()) == [1, 1, 2, 2, 3, 4]
 
 
 def test_existing_output_is_refused(gateway: Gateway, place: Path, tmp_path: Path) -> None:

@@ -314,6 +314,19 @@ def test_default_values_of_columns_are_rejected_by_name(table: Any) -> None:
         IcebergSource(URI)
 
 
+@pytest.mark.parametrize("form", ["", "/data", "/data/*", "/..", "/data/{file}"])
+def test_data_files_are_no_plain_files(table: Any, form: str) -> None:
+    """They have deleted rows too."""
+    table.delete("id < 30")
+    folder = local(table.location())
+    file = min((folder / "data").glob("*.parquet")).name
+    path = f"{folder}{form.format(file=file)}"
+    with pytest.raises(SourceError, match=rf"the Iceberg table {folder}, .* iceberg://CATALOG"):
+        open_source([path])
+    if form == "/data":
+        assert len(rows(open_source([path], plain_files=True))) == 270
+
+
 def test_version_1_is_read(catalog: Catalog) -> None:
     table = catalog.create_table(
         "db.t", schema=data(0, 1).schema, properties={"format-version": "1"}
