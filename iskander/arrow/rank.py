@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 
 def can_group(arrow: pa.DataType) -> bool:
@@ -34,8 +35,10 @@ def ranks(values: np.ndarray, groups: pa.Array | None, order: str) -> np.ndarray
         codes = np.zeros(rows, np.int64)
     else:
         if pa.types.is_dictionary(groups.type):
-            # Compare the entries' codes: entries can be long.
-            groups = groups.dictionary.dictionary_encode().indices.take(groups.indices)
+            # Compare the codes of the entries in use: entries can be long, and unused ones many.
+            used = groups.indices.unique().drop_null()
+            codes_used = groups.dictionary.take(used).dictionary_encode().indices
+            groups = codes_used.take(pc.index_in(groups.indices, value_set=used))
         codes = groups.dictionary_encode(null_encoding="encode").indices.to_numpy()
     sorted_rows = np.lexsort((keys, codes))
     starts = np.flatnonzero(np.diff(codes[sorted_rows], prepend=-1))

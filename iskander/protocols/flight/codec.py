@@ -288,7 +288,9 @@ class StreamCodec:
             return False
         if plan.is_wide or parsed.source_bytes > ASSEMBLED_BYTES:
             return True
-        return plan.is_assembled and parsed.rows > ASSEMBLED_ROWS
+        # Ranks within a group encode the entries of dictionaries.
+        is_large = self._converter.reader.dictionary_bytes > ASSEMBLED_BYTES
+        return plan.is_assembled and (parsed.rows > ASSEMBLED_ROWS or is_large)
 
     def is_slow_to_render(self, response: Response) -> bool:
         """Whether to call `rendered` on a thread: the response has new and large dictionaries."""

@@ -408,9 +408,9 @@ class Exchange:
                     parsed = await self._plans.threads.run(self._codec.read, raw)
                 self._update_dictionary_charge()
                 pending = self._admit(parsed, len(raw))
-            elif isinstance(pending, PendingBatch) and pending.parsed.source_bytes:
-                # Built from columns, and not a part of the message.
-                required = sum(map(len, pending.tensors))
+            elif pending.parsed.source_bytes:
+                # Its inputs are built from columns, and are no part of the message.
+                required = _input_bytes(pending)
                 self._call.charge_memory(required)
                 work_bytes = required
             if isinstance(pending, SplitBatch):
@@ -629,6 +629,12 @@ class Exchange:
             self._is_ended = True
             self._end_error = error
             self._finished.set_result(None)
+
+
+def _input_bytes(pending: PendingBatch | SplitBatch) -> int:
+    """Bytes of the inputs of a batch, or of all portions of a split one."""
+    requests = pending.requests if isinstance(pending, SplitBatch) else [pending]
+    return sum(len(tensor) for request in requests for tensor in request.tensors)
 
 
 def _prepare(

@@ -26,7 +26,10 @@ from iskander.errors import ContractError, LimitExceeded, MalformedInput
 from iskander.protocols.flight.inputs import InputBuilder
 
 NODES_ON_LOOP: Final = 256
-"""Converted batches with more arrays, at all depths, are read and written on threads."""
+"""Converted batches with more arrays, at all depths, are read and written on threads; so are
+batches with more string columns."""
+DICTIONARY_NODES: Final = 8
+"""Arrays that cost as much as a dictionary."""
 
 
 HEADER_CACHE_BYTES_MAX: Final = 256 * 1024
@@ -34,7 +37,7 @@ HEADER_CACHE_BYTES_MAX: Final = 256 * 1024
 HEADER_CACHE_FACTOR: Final = 8
 """Memory of a checked header, with the response header and all positions, for each of its bytes."""
 PLAN_BYTES: Final = 32 * 1024
-HEADER_FACTOR: Final = 4
+HEADER_FACTOR: Final = 5
 FIELD_BYTES: Final = 512
 """Upper bound of a plan's memory: a base, and for each byte of the schema's header, field and
 column. Measured: 1 to 3 MB for 1,000 columns."""
@@ -132,7 +135,6 @@ class Plan:
         self.builders = [InputBuilder(entry, contract, self.schema) for entry in entries]
         used = _match(self.schema, contract, self.builders)
         self.layout = SchemaLayout(self.schema)
-        self.is_wide = False
         self.passthrough = _passthrough_fields(self.schema, contract, used)
         self.group_columns = _group_columns(self.schema, contract)
         # Not plain: an assembled result (list, struct, rank), or a passed-through column that its
@@ -151,7 +153,8 @@ class Plan:
         )
         # The cost of a conversion: wide schemas cost milliseconds for each batch, and a column of
         # a few bytes may become a large tensor or text.
-        self.is_wide = self.is_converted and self.layout.nodes > NODES_ON_LOOP
+        weight = self.layout.nodes + DICTIONARY_NODES * self.layout.dictionaries
+        self.is_wide = self.is_converted and weight > NODES_ON_LOOP
         kept = [*self.passthrough, *self.group_columns]
         self.passes_dictionaries = any(layout_of(field.type).dictionaries for field in kept)
         self.row_bytes_min = sum(spec.buffer_bytes(1) for spec in self.variants[0].inputs)
@@ -177,6 +180,8 @@ class Plan:
         self.response_header = ipc.header_of(self.response_schema.serialize())
         self.template = ipc.BatchTemplate(self.response_schema) if self.is_response_plain else None
         self.strings = [each for each in (*self.inputs, *self.forwarded) if not each.bits]
+        # Each of them is validated for each batch.
+        self.is_wide = self.is_wide or len(self.strings) > NODES_ON_LOOP
         # Checks of strings depend on the body; all others only on the header and body length.
         self.is_header_sufficient = not self.strings
         self.has_string_inputs = any(not column.bits for column in self.inputs)

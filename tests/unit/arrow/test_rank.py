@@ -93,3 +93,15 @@ def test_nested_types_and_float16_cannot_group() -> None:
 def test_zero_rows_have_no_ranks() -> None:
     assert ranks(np.array([], np.float32), None, "descending").tolist() == []
     assert ranks(np.array([], np.float32), pa.array([], pa.utf8()), "ascending").tolist() == []
+
+
+def test_unused_entries_of_a_dictionary_cost_nothing() -> None:
+    """A batch of two rows may use a dictionary of millions of entries."""
+    entries = pa.array(np.arange(1 << 20))
+    groups = pa.DictionaryArray.from_arrays(pa.array([7, None, 7, 9], pa.int32()), entries)
+    values = np.array([1.0, 2.0, 3.0, 4.0])
+
+    result, peak = peak_of(lambda: ranks(values, groups, "descending"))
+
+    assert result.tolist() == [2, 1, 1, 1]
+    assert peak < 1 << 16

@@ -165,6 +165,36 @@ async def test_error_of_a_dictionary_ends_a_stream_with_in_band_errors(cause: st
     assert kinds == [ipc.DICTIONARY_BATCH, ipc.RECORD_BATCH]
 
 
+@pytest.mark.parametrize("ends_early", [False, True])
+@in_loop
+async def test_plan_is_built_on_a_thread_and_released_with_its_stream(ends_early: bool) -> None:
+    """Also if the stream ends while it is built."""
+    schema, *_ = frames_of("a")
+    frames: deque[bytes | None] = deque([field(1, b"") + schema, None])
+    sent_frames: list[Any] = []
+    call: Any = SimpleNamespace(
+        metadata=(), deadline_ns=None, source=Source(), has_input=True, is_blocked=False,
+        receive=frames.popleft, send=lambda *parts: sent_frames.append(parts), caller="caller",
+    )  # fmt: skip
+    stream = exchange_of(call)
+    lane = SimpleNamespace(
+        contract=CONTRACT, model=SimpleNamespace(key=1), require_worker=lambda: None
+    )
+    stream.target._find = lambda *_: lane  # type: ignore[assignment, return-value]
+    stream.target._models = SimpleNamespace(revision=1)  # type: ignore[assignment]
+    running = asyncio.create_task(stream.run())
+    await asyncio.sleep(0)
+    assert stream._codec is None and stream._admission is not None
+    if ends_early:
+        running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await until(lambda: not stream._plans.threads._waiting)
+
+    assert len(sent_frames) == (0 if ends_early else 1)
+    stream._plans.configure(Config().limits)
+    assert not stream._plans.charged_bytes
+
+
 @pytest.mark.parametrize(
     ("end_error", "expected"),
     [(Unauthenticated("revoked"), Unauthenticated), (None, Draining)],
