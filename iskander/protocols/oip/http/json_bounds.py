@@ -67,7 +67,7 @@ def pieces(raw: bytes | memoryview, shape: tuple[int, ...]) -> Iterator[list[Any
     """
     text, count = bytes(raw), prod(shape)
     has_strings = b'"' in text
-    is_flat = text.count(b"[") == 1 == text.count(b"]")
+    is_flat = text.find(b"[", text.find(b"[") + 1) < 0 and text.find(b"]") == text.rfind(b"]")
     if not (has_strings or is_flat):
         _require_form(text.translate(None, _OTHERS), shape)
         flat, ends = text.translate(_SPACED), _ends(text)
@@ -76,8 +76,6 @@ def pieces(raw: bytes | memoryview, shape: tuple[int, ...]) -> Iterator[list[Any
         if flat[:1] != b"[" or flat[-1:] != b"]":
             raise InvalidStructure
         flat = flat[1:-1]
-        if not has_strings and flat.count(b",") != max(count - 1, 0):
-            raise InvalidStructure
         ends = _ends_outside_strings(flat) if has_strings else _ends(flat)
     else:
         flat, ends = _masked(text, shape)

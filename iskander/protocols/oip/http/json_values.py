@@ -35,6 +35,8 @@ INTEGERS: dict[str, np.dtype[Any]] = {
 FLOATS: dict[str, np.dtype[Any]] = {"FP32": np.dtype("float32"), "FP64": np.dtype("float64")}
 _WRITTEN = INTEGERS | FLOATS | {"BOOL": np.dtype("bool")}
 BINARY_ONLY = ("FP16", "BF16")
+NUMPY_ELEMENTS_MIN = 32
+"""From here on, numpy compares integers in half of the time."""
 PIECE_ELEMENTS = 4096
 """Numbers that are encoded at once: half a millisecond."""
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -163,12 +165,21 @@ def _of_type(flat: list[Any], *types: type) -> list[Any]:
 
 
 def _integers(flat: list[Any], dtype: np.dtype[Any]) -> bytes:
+    info = np.iinfo(dtype)
+    if len(flat) >= NUMPY_ELEMENTS_MIN and set(map(type, flat)) == {int}:
+        try:
+            wide = np.array(flat, np.int64)
+        except OverflowError:
+            pass  # Of uint64, or out of range.
+        else:
+            # An error is found below.
+            if info.min <= int(wide.min()) and int(wide.max()) <= info.max:
+                return wide.astype(dtype, copy=False).tobytes()
     if float in set(map(type, _of_type(flat, int, float))):
         for value in flat:
             if type(value) is float and not value.is_integer():
                 raise _InvalidElement(value)
         flat = list(map(int, flat))
-    info = np.iinfo(dtype)
     if flat:
         for extreme in (min(flat), max(flat)):
             if not info.min <= extreme <= info.max:

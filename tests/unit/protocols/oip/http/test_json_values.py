@@ -247,3 +247,17 @@ def test_requests_with_many_objects_are_rejected_before_they_are_created(
 def test_braces_in_strings_are_no_objects() -> None:
     text = json.dumps('{:\\"' * 10_000).encode()
     json_bounds.require_members(memoryview(request_json(id=text)), 8)
+
+
+@pytest.mark.parametrize("datatype", INTEGERS)
+@pytest.mark.parametrize("count", [1, 100])
+def test_range_of_integers_does_not_depend_on_their_number(datatype: str, count: int) -> None:
+    info = np.iinfo(INTEGERS[datatype])
+    for value in (int(info.min), int(info.max)):
+        values = [0] * (count - 1) + [value]
+        assert read(datatype, (count,), values) == np.array(values, INTEGERS[datatype]).tobytes()
+    for value in (int(info.min) - 1, int(info.max) + 1):
+        assert "the range is" in error_of(datatype, [0] * (count - 1) + [value])
+    for value in (True, "1", None, 0.5):
+        assert f"is not {datatype}" in error_of(datatype, [0] * (count - 1) + [value])
+    assert read(datatype, (count,), [1.0] * count) == read(datatype, (count,), [1] * count)
