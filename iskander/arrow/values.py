@@ -284,7 +284,25 @@ def time_unit(arrow: pa.DataType) -> str:
 def plain_array(array: pa.Array) -> pa.Array:
     """Cast to a type that `take` supports, which excludes views."""
     plain = plain_of(array.type)
-    return array if plain == array.type or plain == pa.bool_() else array.cast(plain)
+    if plain == array.type or plain == pa.bool_():
+        return array
+    return without_null_views(array).cast(plain)
+
+
+def without_null_views(array: pa.Array) -> pa.Array:
+    """Clear the string views of null rows, whose bytes are undefined.
+
+    pyarrow's validation ignores them, and its cast uses them: a length of 2 GiB is allocated, and a
+    negative one ends the process.
+    """
+    valid = _valid(array) if _is_string_view(array.type) else None
+    if valid is None:
+        return array
+    views = _fixed_width(array, np.dtype("V16")).view(np.int32).reshape(-1, 4).copy()
+    views[~valid] = 0
+    bits = np.packbits(valid, bitorder="little")
+    buffers = [pa.py_buffer(bits), pa.py_buffer(views), *array.buffers()[2:]]
+    return pa.Array.from_buffers(array.type, len(array), buffers, array.null_count)
 
 
 def _is_list_view(arrow: pa.DataType) -> bool:

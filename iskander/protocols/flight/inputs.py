@@ -165,7 +165,7 @@ class InputBuilder:
         if array.type != pa.binary():
             # Numbers become decimal text.
             array = array if self.sent.is_text else array.cast(pa.utf8())
-            array = array.cast(pa.binary())
+            array = arrays.without_null_views(array).cast(pa.binary())
         if validity is not None:
             fill = pa.scalar(str(self.entry.fill or "").encode(), pa.binary())
             array = pc.if_else(pa.array(valid.reshape(-1)), array, fill)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from decimal import Decimal
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,7 @@ from iskander.arrow.values import (
     find,
     lists,
     pick,
+    plain_array,
     take_decoded,
     text_buffers,
     text_lengths,
@@ -132,6 +134,22 @@ def test_text_of_a_slice(kind: pa.DataType) -> None:
     assert decoded_text_bytes(pairs.slice(1)) == 10
     many = pa.ListViewArray.from_arrays([0, 0], [1, 2], pa.array(["ab", "c"]).cast(kind))
     assert decoded_text_bytes(many) == 2 + 3
+
+
+@pytest.mark.parametrize("length", [100_000_000, -715_171_413])
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()], ids=str)
+def test_views_of_null_rows_are_not_read(kind: pa.DataType, length: int) -> None:
+    """Their bytes are undefined: pyarrow's cast reserves their length, or ends the process."""
+    views = np.zeros((4, 4), np.int32)
+    views[:, 0], views[:, 1] = 1, ord("a")
+    views[2] = length, 7, 1000, -1
+    buffers = [pa.py_buffer(b"\x0b"), pa.py_buffer(views.tobytes())]
+    array = pa.Array.from_buffers(kind, 4, buffers, 1)
+    array.validate(full=True)
+    for sent, expected in ((array, [b"a", b"a", None, b"a"]), (array[1:], [b"a", None, b"a"])):
+        made, peak = peak_of(partial(plain_array, sent))
+        assert made.type == pa.binary() and made.to_pylist() == expected
+        assert peak < 10_000
 
 
 def test_text_buffers_of_a_slice() -> None:
