@@ -53,8 +53,9 @@ class Tables:
 
     def __init__(self, advice: Advice = COMMAND) -> None:
         self._advice = advice
-        # By prefix and folder: the format of the table, or `_PLAIN`.
-        self._known: dict[tuple[str, str], str] = {}
+        # By filesystem and folder: the format of the table, or `_PLAIN`.
+        self._known: dict[tuple[int, str], str] = {}
+        self._filesystems: list[pafs.FileSystem] = []
 
     def note(
         self, place: Place, folder: str, infos: Sequence[pafs.FileInfo], *, is_recursive: bool
@@ -79,10 +80,11 @@ class Tables:
             if metadata in folders and folder not in tables:
                 tables[folder] = _iceberg(place, folder)
             folders = {folder}
+        number = self._number(place)
         for each in folders:
-            self._known.setdefault((place.prefix, each), _PLAIN)
+            self._known.setdefault((number, each), _PLAIN)
         for each, format in tables.items():
-            self._known[place.prefix, each] = format
+            self._known[number, each] = format
 
     def require_plain(self, place: Place, paths: Iterable[str]) -> None:
         """Require files that are of no table, by their folders and by what links lead to.
@@ -109,18 +111,29 @@ class Tables:
 
     def _require(self, place: Place, parents: dict[str, str], *, is_real: bool = False) -> None:
         """Look the unknown folders up, and raise the error of the first table."""
+        number = self._number(place)
         unknown = {
             folder: path
             for parent, path in parents.items()
             for folder in _and_above(parent)
-            if (place.prefix, folder) not in self._known
+            if (number, folder) not in self._known
         }
         for folder, format in zip(unknown, self._looked_up(place, unknown), strict=True):
-            self._known[place.prefix, folder] = format
+            self._known[number, folder] = format
         for parent, path in parents.items():
             for folder in _and_above(parent):
-                if format := self._known[place.prefix, folder]:
+                if format := self._known[number, folder]:
                     raise self._error(place, folder, format, path, is_real=is_real)
+
+    def _number(self, place: Place) -> int:
+        """Number of a filesystem; equal buckets of different endpoints have different ones."""
+        if place.local is not None:
+            return 0
+        for number, filesystem in enumerate(self._filesystems, start=1):
+            if filesystem is place.filesystem:
+                return number
+        self._filesystems.append(place.filesystem)
+        return len(self._filesystems)
 
     def _looked_up(self, place: Place, unknown: dict[str, str]) -> list[str]:
         """Format of each folder; several at a time in an object store."""

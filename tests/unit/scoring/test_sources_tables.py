@@ -15,7 +15,7 @@ import pytest
 from iskander.errors import ConfigError, SourceError
 from iskander.scoring.sources import open_source
 from iskander.scoring.sources.files import FileSource
-from iskander.scoring.sources.places import Place
+from iskander.scoring.sources.places import Place, expand
 from iskander.scoring.sources.tables import Tables
 
 
@@ -192,8 +192,6 @@ class Store(pafs.FileSystemHandler):  # type: ignore[misc]
 
 
 def checked(store: Store, *paths: str) -> None:
-    from iskander.scoring.sources.places import expand
-
     tables = Tables()
     filesystem = pafs.PyFileSystem(store)
     for path in paths:
@@ -228,6 +226,21 @@ def test_table_in_an_object_store_is_named_with_its_scheme(path: str) -> None:
     store = Store("b/lake/t/data/f.parquet", "b/lake/t/metadata/v1.metadata.json")
     with pytest.raises(SourceError, match=r"Iceberg table x://b/lake/t,"):
         checked(store, path)
+
+
+def test_equal_paths_of_two_stores_are_looked_up_in_each() -> None:
+    plain = Store("b/t/data/f.parquet")
+    table = Store("b/t/data/f.parquet", "b/t/_delta_log/0.json")
+    tables = Tables()
+    for store in (plain, table):
+        place = Place(pafs.PyFileSystem(store), "b/t/data", "x://b/t/data", "x://")
+        infos, _ = expand(place, tables.note)
+        paths = [info.path for info in infos]
+        if store is plain:
+            tables.require_plain(place, paths)
+        else:
+            with pytest.raises(SourceError, match="Delta table"):
+                tables.require_plain(place, paths)
 
 
 def test_folder_that_cannot_be_looked_up_is_an_error_with_the_way_out() -> None:
