@@ -7,8 +7,11 @@ A target is a module in `targets/` with
     run(raw) -> None                          AssertionError: the parser and its reference disagree
     ITERATIONS                                mutations in the short run of the test suite
 
-Findings are any exception raised by `run`, an input that takes too much CPU time, and memory that
-grows over many executions.
+Findings are any exception raised by `run`, an input whose CPU time or peak of memory exceeds a
+constant times its size, and memory that grows over many executions.
+
+A target may mark the product's part of an execution by `product`; otherwise all of it counts, with
+the reference. It declares memory that the product has charged to its caller by `charge`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import importlib
 import logging
 import os
 import re
+import resource
 import signal
 import struct
 import sys
@@ -38,12 +42,17 @@ ROOT: Final = HERE.parent.parent
 CORPUS: Final = HERE / "corpus"
 FINDINGS: Final = ROOT / "build" / "fuzz"
 INPUT_BYTES_MAX: Final = 8192
-INPUT_S: Final = 0.1
-"""Limit of CPU time for an input, and for each `INPUT_BYTES_MAX` bytes of a larger one."""
+INPUT_S: Final = 0.02
+BYTE_S: Final = 10e-6
+"""Limit of CPU time: for any input, and for each of its bytes."""
+INPUT_PEAK_BYTES: Final = 8 << 20
+BYTE_PEAK_BYTES: Final = 256
+"""Limit of the growth of resident memory during an input: for any, and for each of its bytes."""
 INTERRUPT_S: Final = 5.0
 """CPU time after which an input is interrupted, because it may never end."""
 TIMINGS: Final = 3
-"""Executions of a slow input; the fastest counts, so imports and collections of garbage do not."""
+"""Executions of an input above a limit: the least cost counts, so imports and collections of
+garbage do not."""
 GROWTH_BYTES_MAX: Final = 16 << 20
 """Limit of the growth of resident memory between the first half and the last quarter of a run."""
 CORPUS_BYTES_MAX: Final = 2048
@@ -61,8 +70,34 @@ class Hang(BaseException):
     """An input was interrupted; a BaseException, so no handler of the product catches it."""
 
 
-class Slow(Exception):
-    """An input exceeded its CPU time."""
+class Costly(Exception):
+    """An input exceeded its CPU time or its memory."""
+
+
+class Cost(NamedTuple):
+    """Cost of one execution.
+
+    Attributes:
+        cpu_s: CPU time.
+        peak_bytes: Growth of resident memory at its peak, without charged memory.
+    """
+
+    cpu_s: float
+    peak_bytes: int
+
+
+class _Meter:
+    """Cost of the current input: CPU time of the product's part, and charged memory."""
+
+    def __init__(self) -> None:
+        self.product_s: float | None = None
+        self.charged_bytes = 0
+
+    def reset(self) -> None:
+        self.product_s, self.charged_bytes = None, 0
+
+
+_METER: Final = _Meter()
 
 
 class Target(NamedTuple):
@@ -142,21 +177,50 @@ def mutated(target: Target, raw: bytes, random: Random) -> bytes:
 
 def check(target: Target, raw: bytes) -> Finding | None:
     """Run one input; return its finding, if any."""
+    limit = limit_of(raw)
     try:
-        used_s = _timed(target, raw)
-        if used_s > limit_s(raw):
-            used_s = min(used_s, *(_timed(target, raw) for _ in range(TIMINGS - 1)))
-        if used_s > limit_s(raw):
-            text = f"{used_s * 1e3:.0f} ms for {len(raw)} bytes, limit {limit_s(raw) * 1e3:.0f} ms"
-            raise Slow(text)
+        cost = _measured(target, raw)
+        for _ in range(TIMINGS - 1):
+            if not _exceeds(cost, limit):
+                return None
+            cost = Cost(*map(min, cost, _measured(target, raw)))
+        if _exceeds(cost, limit):
+            raise Costly(_cost_text(cost, limit, len(raw)))
     except (Exception, Hang) as error:
         return Finding(_key(error), raw, traceback.format_exc())
     return None
 
 
-def limit_s(raw: bytes) -> float:
-    """The CPU time of an input, above which it is a finding."""
-    return INPUT_S * max(1.0, len(raw) / INPUT_BYTES_MAX)
+@contextmanager
+def product() -> Iterator[None]:
+    """Mark the part of an execution that runs the product: the rest costs nothing."""
+    start = time.process_time()
+    try:
+        yield
+    finally:
+        used_s = time.process_time() - start
+        _METER.product_s = (_METER.product_s or 0.0) + used_s
+
+
+def charge(size: int) -> None:
+    """Declare memory that the product charged to its caller before it used it."""
+    _METER.charged_bytes += size
+
+
+def limit_of(raw: bytes) -> Cost:
+    """The cost of an input, above which it is a finding."""
+    return Cost(INPUT_S + BYTE_S * len(raw), INPUT_PEAK_BYTES + BYTE_PEAK_BYTES * len(raw))
+
+
+def _exceeds(cost: Cost, limit: Cost) -> bool:
+    return cost.cpu_s > limit.cpu_s or cost.peak_bytes > limit.peak_bytes
+
+
+def _cost_text(cost: Cost, limit: Cost, size: int) -> str:
+    if cost.cpu_s > limit.cpu_s:
+        return f"{cost.cpu_s * 1e3:.0f} ms for {size} bytes, limit {limit.cpu_s * 1e3:.0f} ms"
+    peak, most = cost.peak_bytes, limit.peak_bytes
+    return f"{peak >> 10:,} KiB of memory for {size} bytes, limit {most >> 10:,} KiB"
 
 
 def growth_bytes(samples: list[int]) -> int:
@@ -309,12 +373,43 @@ def collect(name: str, candidates: list[bytes]) -> list[bytes]:
     return selected
 
 
-def _timed(target: Target, raw: bytes) -> float:
-    """Run one input; return its CPU time."""
+def _measured(target: Target, raw: bytes) -> Cost:
+    """Run one input; return its cost."""
+    _METER.reset()
+    before = _reset_peak()
     start = time.process_time()
     with bounded():
         target.run(raw)
-    return time.process_time() - start
+    used_s = time.process_time() - start
+    peak_bytes = _peak_bytes() - before if before else 0
+    if _METER.product_s is not None:
+        used_s = _METER.product_s
+    return Cost(used_s, peak_bytes - _METER.charged_bytes)
+
+
+def _open_peak() -> int | None:
+    try:
+        return os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _reset_peak() -> int:
+    """Reset the peak of resident memory, and return it; 0 if the kernel cannot reset it.
+
+    Source: proc(5), `clear_refs`.
+    """
+    if _PEAK_FD is None:
+        return 0
+    os.pwrite(_PEAK_FD, b"5", 0)
+    return _peak_bytes()
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+_PEAK_FD: Final = _open_peak()
 
 
 @contextmanager

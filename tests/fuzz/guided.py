@@ -27,7 +27,7 @@ def main(name: str, seconds: str, seed: str, corpus: str) -> None:
 
     def run(raw: bytes) -> None:
         finding = engine.check(target, raw)
-        if finding is not None and finding.key.startswith(engine.Slow.__name__):
+        if finding is not None and finding.key.startswith(engine.Costly.__name__):
             slow.add(raw)
         elif finding is not None and findings.add(finding):
             print(f"FINDING {findings.paths[finding.key]} {finding.key}", flush=True)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from random import Random
 
@@ -70,13 +71,50 @@ def test_input_without_an_end_is_interrupted() -> None:
 
 
 def test_slow_input_is_a_finding_by_its_fastest_execution(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.2, 0.15, 0.3, 0.5, 0.09, 0.5, 0.19])
-    monkeypatch.setattr(engine, "_timed", lambda target, raw: next(times))
+    times = iter([0.2, 0.15, 0.3, 0.5, 0.01, 0.05])
+    measured = lambda target, raw: engine.Cost(next(times), 0)  # noqa: E731
+    monkeypatch.setattr(engine, "_measured", measured)
     target = target_of(lambda raw: None)
     finding = engine.check(target, b"x")
-    assert finding is not None and "150 ms for 1 bytes, limit 100 ms" in finding.text
+    assert finding is not None and "150 ms for 1 bytes, limit 20 ms" in finding.text
     assert engine.check(target, b"x") is None
-    assert engine.check(target, bytes(2 * engine.INPUT_BYTES_MAX)) is None
+    assert engine.check(target, bytes(engine.INPUT_BYTES_MAX)) is None
+
+
+def test_only_the_marked_part_of_an_execution_has_a_cost() -> None:
+    def spin() -> None:
+        until = time.process_time() + 0.05
+        while time.process_time() < until:
+            pass
+
+    def run(raw: bytes) -> None:
+        if raw == b"reference":
+            with engine.product():
+                pass
+            spin()
+        else:
+            with engine.product():
+                spin()
+
+    assert engine.check(target_of(run), b"reference") is None
+    finding = engine.check(target_of(run), b"product")
+    assert finding is not None and "limit 20 ms" in finding.text
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak of memory")
+def test_peak_of_memory_above_a_multiple_of_the_size_is_a_finding() -> None:
+    def run(raw: bytes) -> None:
+        if raw == b"charged":
+            engine.charge(40 << 20)
+        with engine.product():
+            pass  # Only the memory counts.
+        bytearray(40 << 20)  # Freed at once.
+
+    target = target_of(run)
+    finding = engine.check(target, b"x")
+    assert finding is not None and re.search(r"4\d,\d+ KiB of memory for 1 bytes", finding.text)
+    assert engine.check(target, b"charged") is None
+    assert engine.check(target, bytes(160_000)) is None
 
 
 def test_growth_of_memory_is_that_after_the_first_half() -> None:

@@ -5,29 +5,48 @@ of the body (4), header, body. The first one is the schema.
 
 Most batches are parsed without pyarrow and its flatbuffer verifier. If only the verifier rejects a
 header, the parsed numbers must still fit the body, and the response must be valid.
+
+Contracts with conversion have a reference of their own: the values that pyarrow reads, converted in
+Python one at a time. What the event loop reads must cost at most a constant for each byte, and what
+a thread reads at most the memory that the codec announces before.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from decimal import Decimal
+from fractions import Fraction
 from itertools import pairwise
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
-from fuzz import mutation
+from fuzz import engine, mutation
 from iskander.arrow import ipc
 from iskander.config.schema import LimitsConfig
+from iskander.contract.buckets import variants
 from iskander.contract.column_types import parse_column_type
+from iskander.contract.compile import compile_contract
+from iskander.contract.dtypes import BY_ARROW
+from iskander.contract.graph import Graph, GraphTensor
+from iskander.contract.inputs import columns_of, entries_of
+from iskander.contract.manifest import InputColumn, Manifest
 from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
-from iskander.protocols.flight.codec import ParsedBatch, StreamCodec
+from iskander.protocols.flight.codec import LongMessage, ParsedBatch, StreamCodec
+from iskander.protocols.flight.convert import BatchPortion
 from iskander.protocols.flight.data import data_head, read_flight_data
 from iskander.protocols.flight.plan import Plan
 
 ITERATIONS = 1000
-LIMITS = LimitsConfig(rows=10_000, bytes=1 << 20, columns=16, nesting=4, string_bytes=1 << 18)
+LIMITS = LimitsConfig(rows=60_000, bytes=4 << 20, columns=16, nesting=4, string_bytes=1 << 19)
+COMPARED_ROWS = 2000
+"""Batches of more rows are only measured: the reference reads one value at a time."""
 STRICTER = (
     "buffers overlap",
     "the header declares a body",  # Longer than the received body.
@@ -41,6 +60,7 @@ STRICTER = (
     "a negative",
     "rows make",  # A list's child has more values than the rows need.
     "experimental_compression",
+    "with scale",  # pyarrow has no limit of a decimal's scale.
 )
 """Parts of error texts for streams that pyarrow accepts."""
 UNVERIFIED = (
@@ -52,6 +72,18 @@ UNALIGNED = "-byte aligned offset"
 """pyarrow's error for unaligned buffers, which the gateway copies first."""
 CLAIMED = "null_count value"
 """pyarrow's error for null counts of passthrough columns, which the gateway does not check."""
+LOOP_BYTES = 512 << 10
+LOOP_FACTOR = 32
+"""Limit of Arrow's memory for a message that the event loop reads: for any, and for each byte."""
+THREAD_BYTES = 256 << 10
+THREAD_FACTOR = 4
+"""The same for a message that a thread reads, in addition to the memory that it is charged."""
+PLAN_BYTES = 1 << 20
+PLAN_FACTOR = 64
+"""The same for a schema."""
+POOL_BYTES = 64 << 10
+"""Peak of a pool that is used again: a pool's peak is that of all inputs."""
+UNIT_MS = {"s": 1000, "ms": 1, "us": Fraction(1, 1000), "ns": Fraction(1, 1_000_000)}
 
 
 def _spec(name: str, text: str) -> TensorSpec:
@@ -59,13 +91,93 @@ def _spec(name: str, text: str) -> TensorSpec:
     return TensorSpec(name, name, column, column.shape)
 
 
+def _converting(made: tuple[Any, ...]) -> Contract:
+    """A contract of entries as in a manifest, and the element and shape of each tensor."""
+    passthrough, entries, tensors = made
+    output = {"tensor": "score", "column": "score", "type": "float32"}
+    raw = {"format": 1, "inputs": entries, "outputs": [output], "passthrough": passthrough}
+    inputs = (
+        GraphTensor(name, BY_ARROW[element].onnx, ("rows", *shape))
+        for name, (element, *shape) in tensors.items()
+    )
+    outputs = (GraphTensor("score", "tensor(float)", ("rows",)),)
+    return compile_contract(msgspec.convert(raw, Manifest), Graph(tuple(inputs), outputs))
+
+
+def _entry(name: str, kind: str, **more: Any) -> dict[str, Any]:
+    return {"tensor": name, "column": name, "type": kind} | more
+
+
 OUTPUTS = (_spec("score", "float32"),)
+FILLED = {"nulls": "fill", "fill": "?"}
+_PAIR = "fixed_size_list<number>[2]"
+CONVERTING: tuple[tuple[Any, ...], ...] = (
+    (
+        "all",
+        [
+            _entry("d", "decimal", **{"as": "number", "nulls": "nan"}),
+            _entry("u", "decimal128(9, 3)", **{"as": "unscaled", "nulls": "fill", "fill": -1}),
+        ],
+        {"d": ("float64",), "u": ("int64",)},
+    ),
+    (
+        "none",
+        [_entry("t", "timestamp", unit="ms"), _entry("e", "duration", unit="ms")],
+        {"t": ("int64",), "e": ("int64",)},
+    ),
+    (
+        "all",
+        [_entry("w", "utf8", **FILLED), _entry("p", "fixed_size_list<binary>[2]")],
+        {"w": ("utf8",), "p": ("binary", 2)},
+    ),
+    (
+        "none",
+        [_entry("x", "list<number>", max_length=3, mask="m", lengths="n", padding=-1, cast=True)],
+        {"x": ("float32", 3), "m": ("bool", 3), "n": ("int32",)},
+    ),
+    (
+        "all",
+        [
+            _entry(
+                "w",
+                "list<utf8>",
+                max_length=2,
+                truncate="tail",
+                padding="-",
+                nulls="fill",
+                fill="!",
+            )
+        ],
+        {"w": ("utf8", 2)},
+    ),
+    (
+        "all",
+        [_entry("x", "list<int64>", buckets=[1, 2, 4], truncate="head", lengths="n")],
+        {"x": ("int64", "long"), "n": ("int64",)},
+    ),
+    (
+        "none",
+        [_entry("x", _PAIR, cast=True, nulls="mask", mask="m")],
+        {"x": ("float64", 2), "m": ("bool", 2)},
+    ),
+    (
+        "none",
+        [{"tensor": "x", "columns": ["s.a", "s.b", "c"], "type": "number", "cast": True}],
+        {"x": ("float64", 3)},
+    ),
+    ("all", [_entry("x", "fixed_shape_tensor<float32>[2, 2]")], {"x": ("float32", 2, 2)}),
+    ("all", [_entry("x", "number", cast=True, nulls="fill", fill=7)], {"x": ("int32",)}),
+)
+"""`passthrough`, entries and tensors of contracts with conversion."""
+FIRST = 200
+"""Number of the first contract with conversion in an input."""
 CONTRACTS = (
     Contract((_spec("x", "int64"),), OUTPUTS, "all"),
     Contract((_spec("x", "int64"), _spec("word", "utf8")), OUTPUTS, "all"),
     Contract((_spec("pair", "fixed_size_list<float32>[2]"),), OUTPUTS, "none"),
     Contract((_spec("flag", "bool"),), OUTPUTS, ("kept",)),
 )
+CONVERTING_CONTRACTS = tuple(map(_converting, CONVERTING))
 
 
 class ReferenceResult(NamedTuple):
@@ -108,7 +220,91 @@ def seeds() -> list[bytes]:
         stream_of(0, {"x": x, **other}),
         stream_of(1, {"x": x, "word": words.dictionary_encode()}),
     ]
-    return streams
+    return streams + converting_seeds()
+
+
+def converting_seeds() -> list[bytes]:
+    """Streams for the contracts with conversion, in several layouts."""
+    decimals = [Decimal("1.25"), None, Decimal("-3.5")]
+    exact = pa.decimal128(9, 3)
+    times = pa.array([1000, 2000, 3000], pa.timestamp("us")), pa.array([1, 2, 3], pa.duration("s"))
+    words, pairs = pa.array(["a", None, "é"]), [[b"a", b""], [b"b", b"c"], [b"", "é".encode()]]
+    numbers = pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int16(), 2))
+    parts = {"a": pa.array([1, 2, 3], pa.int8()), "b": pa.array([0.5, 2, 3])}
+    struct = pa.StructArray.from_arrays(list(parts.values()), list(parts))
+    tensor_type = pa.fixed_shape_tensor(pa.float32(), [2, 2])
+    cells = pa.FixedSizeListArray.from_arrays(pa.array(range(12), pa.float32()), 4)
+    tensor = pa.ExtensionArray.from_storage(tensor_type, cells)
+    lists = [[1, 2, 3], [], [5]]
+    texts = [["a", "b", "c"], [], ["d"]]
+    columns: list[tuple[int, dict[str, pa.Array]]] = [
+        (0, {"d": pa.array(decimals, pa.decimal128(9, 2)), "u": pa.array(decimals, exact)})
+        for kind in (pa.decimal32(7, 2), pa.decimal64(12, 3), pa.decimal256(60, 30))
+    ]
+    columns += [(1, {"t": times[0], "e": times[1]})]
+    columns += [
+        (2, {"w": each, "p": pa.array(pairs, pa.list_(pa.binary(), 2))})
+        for each in (words, words.dictionary_encode(), words.cast(pa.string_view()), runs(words))
+    ]
+    for kind in (pa.list_(pa.int8()), pa.large_list(pa.float32()), pa.list_view(pa.int64())):
+        columns += [(3, {"x": pa.array(lists, kind)}), (5, {"x": pa.array(lists, kind)})]
+    columns += [(5, {"x": pa.array(lists, pa.list_view(pa.int64()))})]
+    for kind in (pa.list_(pa.string()), pa.list_view(pa.string()), pa.large_list(pa.large_utf8())):
+        columns += [(4, {"w": pa.array(texts, kind)})]
+    of_words = pa.ListArray.from_arrays([0, 2, 2, 3], words.fill_null("b").dictionary_encode())
+    columns += [(4, {"w": of_words})]
+    indices = pa.array([0, 0, 2], pa.int8())
+    columns += [
+        (6, {"x": numbers}),
+        (6, {"x": runs(numbers)}),
+        (6, {"x": pa.DictionaryArray.from_arrays(indices, numbers.fill_null([0, 0]))}),
+        (7, {"s": struct, "c": pa.array([1, 2, 3])}),
+        (7, {"s.a": parts["a"], "s": struct, "c": pa.array([True, False, True])}),
+        (8, {"x": tensor}),
+        (8, {"x": tensor, "t": tensor, "run": runs(pa.array([1, None, 3]))}),
+        (9, {"x": pa.array([1, None, 3])}),
+        (9, {"x": pa.DictionaryArray.from_arrays(indices, pa.array([1.0, 2.0, 3.0]))}),
+        (9, {"x": runs(pa.array([1, None, 3], pa.uint8()))}),
+    ]
+    columns += expanding_columns()
+    return [stream_of(FIRST + number, each) for number, each in columns] + [
+        stream_of(FIRST + 6, {"x": numbers}, compression="zstd"),
+        stream_of(FIRST + 2, columns[5][1], compression="lz4"),
+    ]
+
+
+def expanding_columns() -> list[tuple[int, dict[str, pa.Array]]]:
+    """Columns of few bytes and many values."""
+    rows = 40_000
+    pair, end = pa.array([[1.0, 2.0]], pa.list_(pa.float64(), 2)), pa.array([rows], pa.int32())
+    word = pa.array(["ab"])
+    none = pa.array(np.zeros(rows // 10, np.int8))
+    lists = pa.ListViewArray.from_arrays(
+        pa.array(np.zeros(500, np.int32)),
+        pa.array(np.full(500, 400, np.int32)),
+        pa.array(np.arange(400)),
+    )
+    return [
+        (6, {"x": pa.RunEndEncodedArray.from_arrays(end, pair)}),
+        (6, {"x": pa.DictionaryArray.from_arrays(none, pair)}),
+        (
+            2,
+            {
+                "w": pa.RunEndEncodedArray.from_arrays(end, word),
+                "p": pa.RunEndEncodedArray.from_arrays(
+                    end, pa.array([[b"a", b"b"]], pa.list_(pa.binary(), 2))
+                ),
+            },
+        ),
+        (5, {"x": lists}),
+        (9, {"x": pa.RunEndEncodedArray.from_arrays(end, pa.array([1]))}),
+    ]
+
+
+def runs(values: pa.Array) -> pa.Array:
+    """A run-end encoded column with one run for each value."""
+    ends = pa.array(range(1, len(values) + 1), pa.int32())
+    return pa.RunEndEncodedArray.from_arrays(ends, values)
 
 
 def stream_of(number: int, columns: dict[str, pa.Array], **options: Any) -> bytes:
@@ -146,7 +342,9 @@ def messages_of(stream: pa.Buffer) -> list[tuple[bytes, bytes]]:
 
 
 def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
-    first = bytes((random.randrange(256),)) if not random.randrange(30) else raw[:1]
+    first = raw[:1]
+    if not random.randrange(30):
+        first = bytes((random.choice((random.randrange(256), FIRST + random.randrange(10))),))
 
     def change(each: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
         header, body = each
@@ -166,10 +364,12 @@ def run(raw: bytes) -> None:
     messages = split(raw[1:])
     if not messages:
         return
-    contract = CONTRACTS[raw[0] % len(CONTRACTS)]
+    contract = contract_of(raw[0])
     schema, *rest = messages
+    memory = _Memory()
     try:
-        plan = Plan(schema[0], contract, LIMITS)
+        with engine.product(), memory.bounded(PLAN_BYTES + PLAN_FACTOR * len(schema[0])):
+            plan = Plan(schema[0], contract, LIMITS)
     except IskanderError as error:
         if isinstance(error, MalformedInput):
             expected = reference(schema, [])
@@ -181,9 +381,7 @@ def run(raw: bytes) -> None:
     for number, (header, body) in enumerate(rest):
         message = data_head(header, b"said", len(body)) + body
         try:
-            codec.is_quick(message)
-            codec.work_bytes(message)
-            read = codec.read(message)
+            read = read_message(codec, message, memory)
         except LimitExceeded:
             return
         except IskanderError as error:
@@ -202,7 +400,54 @@ def run(raw: bytes) -> None:
         assert len(parsed) == len(expected.batches) or expected.error
     check_response(response, [each.rows for each in parsed])
     for each, batch in zip(parsed, expected.batches, strict=False):
+        if batch.num_rows > COMPARED_ROWS:
+            continue
         check_inputs(plan, each, batch)
+
+
+def contract_of(number: int) -> Contract:
+    """The contract of an input, by its first byte."""
+    if 0 <= number - FIRST < len(CONVERTING_CONTRACTS):
+        return CONVERTING_CONTRACTS[number - FIRST]
+    return CONTRACTS[number % len(CONTRACTS)]
+
+
+def read_message(codec: StreamCodec, raw: bytes, memory: _Memory) -> ParsedBatch | None:
+    """Read a message as a stream does: on the event loop, or on a thread with charged memory."""
+    with engine.product():
+        if codec.is_quick(raw):
+            try:
+                with memory.bounded(LOOP_BYTES + LOOP_FACTOR * len(raw)):
+                    return codec.read(raw, is_on_loop=True)
+            except LongMessage:
+                pass
+        charged = codec.work_bytes(raw)
+        engine.charge(charged)
+        with memory.bounded(THREAD_BYTES + THREAD_FACTOR * len(raw) + charged):
+            return codec.read(raw)
+
+
+class _Memory:
+    """Limits the peak of Arrow's memory in parts of an execution."""
+
+    pools: ClassVar[list[pa.MemoryPool]] = []
+    """Arrays crash the process if they outlive their pool."""
+
+    @contextmanager
+    def bounded(self, size: int) -> Iterator[None]:
+        """Fail if Arrow allocates more bytes in this block."""
+        default = pa.default_memory_pool()
+        if not self.pools or self.pools[-1].max_memory() > POOL_BYTES:
+            self.pools.append(pa.proxy_memory_pool(default))
+        pool = self.pools[-1]
+        pa.set_memory_pool(pool)
+        before = pool.bytes_allocated()
+        try:
+            yield
+        finally:
+            pa.set_memory_pool(default)
+        peak = pool.max_memory() - before
+        assert peak <= max(size, POOL_BYTES), "Arrow allocates more than a multiple of the size"
 
 
 def reference(schema: tuple[bytes, bytes], messages: list[tuple[bytes, bytes]]) -> ReferenceResult:
@@ -284,6 +529,9 @@ def check_response(messages: list[bytes], rows: list[int]) -> None:
 def check_inputs(plan: Plan, parsed: ParsedBatch, batch: pa.RecordBatch) -> None:
     """Checks the tensors against the elements that pyarrow reads."""
     assert parsed.rows == batch.num_rows
+    if plan.contract.sources:
+        check_converted(plan.contract, parsed, batch)
+        return
     specs = plan.contract.inputs
     texts = 0
     for index, spec in enumerate(specs):
@@ -307,6 +555,138 @@ def check_inputs(plan: Plan, parsed: ParsedBatch, batch: pa.RecordBatch) -> None
         assert repr(actual) == repr(expected_elements), (
             f"different elements\n{actual}, expected {expected_elements}"
         )
+
+
+def check_converted(contract: Contract, parsed: ParsedBatch, batch: pa.RecordBatch) -> None:
+    """Checks the converted tensors against values that are converted in Python."""
+    each_row: dict[str, list[Any]] = {}
+    for entry in entries_of(contract):
+        spec = next(spec for spec in contract.inputs if spec.tensor == entry.tensor)
+        each_row[entry.tensor] = rows_of(entry, spec, batch)
+    assert sum(portion.rows for portion in parsed.portions) == batch.num_rows
+    for portion in parsed.portions if batch.num_rows else ():
+        check_portion(contract, portion, each_row)
+
+
+def check_portion(
+    contract: Contract, portion: BatchPortion, each_row: dict[str, list[Any]]
+) -> None:
+    """Checks the tensors of a portion; `each_row` has the elements of all rows of each entry."""
+    specs = variants(contract)[portion.bucket].inputs
+    places = portion.places.tolist() if len(portion.places) else range(portion.rows)
+    texts = iter(portion.tensors[len(specs) :])
+    actual: dict[str, list[Any]] = {}
+    for spec, data in zip(specs, portion.tensors, strict=False):
+        count = portion.rows * spec.elements
+        if spec.is_string:
+            actual[spec.tensor] = strings(data, next(texts), count)
+        elif spec.type.dtype_name == "bool":
+            bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+            actual[spec.tensor] = bits[:count].astype(bool).tolist()
+        else:
+            found = np.frombuffer(data, spec.type.dtype.numpy)
+            assert len(found) == count
+            actual[spec.tensor] = found.tolist()
+    for entry in entries_of(contract):
+        spec = next(spec for spec in specs if spec.tensor == entry.tensor)
+        length = spec.shape[0] if entry.max_length else 0
+        expected: dict[str, list[Any]] = {name: [] for name in actual}
+        for place in places:
+            values, mask = each_row[entry.tensor][place]
+            if entry.lengths:
+                expected[entry.lengths].append(len(values))
+            if length:
+                padding = 0 if entry.padding is None else entry.padding
+                padding = str(entry.padding or "").encode() if spec.is_string else padding
+                mask = mask + [False] * (length - len(values))
+                values = values + [padding] * (length - len(values))
+            expected[entry.tensor] += values
+            if entry.mask:
+                expected[entry.mask] += mask
+        for name in filter(None, (entry.tensor, entry.mask, entry.lengths)):
+            is_same = len(actual[name]) == len(expected[name]) and all(
+                map(is_equal, actual[name], expected[name])
+            )
+            assert is_same, f"different elements of {name}\n{actual[name]}, {expected[name]}"
+
+
+def is_equal(actual: Any, expected: Any) -> bool:
+    if isinstance(actual, float):
+        expected = float(expected)
+        return (
+            actual == expected
+            or (math.isnan(actual) and math.isnan(expected))
+            or (math.isclose(actual, expected, rel_tol=1e-15))
+        )
+    return bool(actual == expected)
+
+
+def rows_of(entry: InputColumn, spec: TensorSpec, batch: pa.RecordBatch) -> list[Any]:
+    """The elements of each row of an entry, flat, and which of them are present."""
+    columns = [
+        [elements_of(value, entry, spec) for value in values_of(batch, name)]
+        for name in columns_of(entry)
+    ]
+    return [
+        ([each for values, _ in row for each in values], [each for _, mask in row for each in mask])
+        for row in zip(*columns, strict=True)
+    ]
+
+
+def values_of(batch: pa.RecordBatch, name: str) -> list[Any]:
+    """A column's values, by its dotted name; times in milliseconds."""
+    if name in batch.schema.names:
+        array = batch.column(name)
+    else:
+        head, _, field = name.partition(".")
+        struct = batch.column(head)
+        values = values_of(pa.record_batch([struct.field(field)], ["x"]), "x")
+        present = struct.is_valid().to_pylist()
+        return [
+            value if is_there else None for value, is_there in zip(values, present, strict=True)
+        ]
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_timestamp(array.type) or pa.types.is_duration(array.type):
+        unit = UNIT_MS[array.type.unit]
+        array = array.view(pa.int64())
+        return [None if value is None else value * unit for value in array.to_pylist()]
+    found: list[Any] = array.to_pylist()
+    return found
+
+
+def elements_of(value: Any, entry: InputColumn, spec: TensorSpec) -> tuple[list[Any], list[bool]]:
+    """One value as elements of a tensor."""
+    if entry.max_length:
+        value = [] if value is None else value
+        head = entry.truncate != "tail"
+        value = value[: entry.max_length] if head else value[-entry.max_length :]
+    elif value is None:
+        value = [None] * spec.elements if spec.shape and not entry.columns else None
+    flat_values = flat(value)
+    return [element_of(each, entry, spec) for each in flat_values], [
+        each is not None for each in flat_values
+    ]
+
+
+def element_of(value: Any, entry: InputColumn, spec: TensorSpec) -> Any:
+    """One element of a tensor; NumPy rounds a float."""
+    if spec.is_string:
+        value = str(entry.fill or "") if value is None else value
+        return value if isinstance(value, bytes) else str(value).encode()
+    if value is None:
+        value = float("nan") if entry.nulls == "nan" else (entry.fill or 0)
+    if isinstance(value, Decimal) and entry.conversion == "unscaled":
+        value = int(value.scaleb(-int(value.as_tuple().exponent)))
+    if isinstance(value, Fraction | Decimal) and spec.type.dtype_name.startswith("int"):
+        assert value == int(value), "an integer was rounded"
+        value = int(value)
+    if spec.type.dtype_name.startswith("float"):
+        return float(np.dtype(spec.type.dtype.numpy).type(float(value)))
+    assert value == int(value), "an integer was rounded"
+    return int(value)
 
 
 def buffer_of(parsed: ParsedBatch, index: int) -> memoryview:
