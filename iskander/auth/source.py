@@ -16,5 +16,10 @@ class Source(NamedTuple):
     tenant: str = ""
     connection: str | int = 0
 
+    @property
+    def party(self) -> str | int:
+        """Who is held responsible for it: the token, or the connection where none is required."""
+        return self.tenant or self.connection
+
 
 UNKNOWN_SOURCE: Final = Source()

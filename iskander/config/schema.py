@@ -184,8 +184,8 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
             limit.
         crash_loop: Consecutive deaths, each within 10 s of service, that are a crash loop.
         model_deaths: Deaths of a model's own worker during its batches, within `model_deaths_s`,
-            before its requests are rejected for `quarantine_s`. A model of the shared workers gets
-            one of its own after the first death. 0: neither.
+            before its requests are rejected for `quarantine_s`; those by one source count once. A
+            model of the shared workers gets one of its own after the first death. 0: neither.
         model_deaths_s: Seconds over which `model_deaths` are counted, and after which a model
             without a death returns to the shared workers; doubled each time it leaves them.
         quarantine_s: Seconds for which the requests of a model are rejected; doubled, up to an

@@ -233,6 +233,7 @@ class Dispatcher:
         running_id = worker.last_beat().batch_id
         batches = dict(worker.in_flight)
         worker.in_flight.clear()
+        poisoned: list[Request] = []
         for batch_id, batch in batches.items():
             if batch.is_shadow:
                 assert self.shadow is not None
@@ -241,8 +242,12 @@ class Dispatcher:
             if self.tracer is not None:
                 self.tracer.on_batch(worker, batch, batch_id, now_ns(), outcome=LOST)
             _refund(batch, now_ns())
-            for request in undo_parts(batch.parts):
-                error = after_loss(request, was_running=batch_id == running_id)
+            was_running, offenders = batch_id == running_id, batch.lane.offenders
+            requests = undo_parts(batch.parts)
+            for request in requests:
+                is_known = len(requests) == 1 and offenders.is_known(request.terms.source, now_ns())
+                kills_max = 1 if is_known else KILLS_MAX
+                error = after_loss(request, was_running=was_running, kills_max=kills_max)
                 if error is not None and not request.is_over:
                     log.request_lost(
                         model=request.lane.title,
@@ -251,8 +256,12 @@ class Dispatcher:
                         reason=error.message,
                     )
                 self._completion.fail_or_retry(request, error)
-                if error is not None and request.kills >= KILLS_MAX:
-                    self._slow_down(request)
+                # A caller that has left is not spared: its request is not run again.
+                is_to_blame = error is not None or (request.is_over and len(requests) == 1)
+                if was_running and is_to_blame:
+                    poisoned.append(request)
+        for request in poisoned:  # After the last batch is back in the queue.
+            self._slow_down(request)
         self.pump()
 
     def _slow_down(self, poisoned: Request) -> None:

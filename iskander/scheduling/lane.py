@@ -421,6 +421,8 @@ class Lane:
         request.number = self._number
         request.queued_ns = now_ns
         terms = request.terms
+        if len(self.offenders) and self.offenders.is_known(terms.source, now_ns):
+            request.is_alone = True
         self.counts["requests"] += 1
         self.counts["rows"] += request.rows
         self.outstanding[terms.client] = self.outstanding.get(terms.client, 0) + 1

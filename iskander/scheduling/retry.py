@@ -62,19 +62,25 @@ def after_failure(
     return error
 
 
-def after_loss(request: Request, *, was_running: bool) -> IskanderError | None:
-    """The error of a request whose worker died; None: retry it, alone if it was running."""
+def after_loss(
+    request: Request, *, was_running: bool, kills_max: int = KILLS_MAX
+) -> IskanderError | None:
+    """The error of a request whose worker died; None: retry it, alone if it was running.
+
+    `kills_max` is 1 for a request that ran alone, of a source that is known to end workers.
+    """
     request.losses += 1
     if was_running:
         request.kills += 1
         request.is_alone = True
-    if request.kills < KILLS_MAX and request.losses < LOSSES_MAX:
+    if request.kills < kills_max and request.losses < LOSSES_MAX:
         return None
-    did = "they ran" if request.kills >= KILLS_MAX else "they held"
-    count = request.kills if request.kills >= KILLS_MAX else request.losses
+    did = "ran" if request.kills >= kills_max else "held"
+    count = request.kills if request.kills >= kills_max else request.losses
+    workers = "1 worker died while it" if count == 1 else f"{count} workers died while they"
     return PoisonedRequest(
-        f"{count} workers died while {did} this request for model `{request.lane.title}`; "
-        "it is not retried",
+        f"{workers} {did} this request for model `{request.lane.title}`; "
+        "it is not retried, and its values may be the cause",
         model=request.lane.model.name,
     )
 

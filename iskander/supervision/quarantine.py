@@ -4,7 +4,8 @@ The death or hang of a worker counts for the model of its running batch. At the 
 moves from the shared workers to one of its own, which runs the batch's requests again; the shared
 worker restarts without it. Until the exit of the worker is known, the model's requests are held.
 After a time without deaths the model returns. At `workers.model_deaths` of its own worker, its
-requests are rejected for a time that doubles. New model files reset the counts.
+requests are rejected for a time that doubles. Deaths by requests of one source count once there,
+because that source is slowed (`scheduling.offenders`). New model files reset the counts.
 
 The first of several gateway processes decides, because it starts the workers. The others follow
 when the isolated worker attaches to them.
@@ -18,7 +19,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -29,7 +30,8 @@ from iskander.errors import IskanderError
 from iskander.logs import models as log
 from iskander.memory.heartbeat import model_digest
 from iskander.scheduling.lane import Lane, Quarantine
-from iskander.supervision.lifecycle import Event, State
+from iskander.scheduling.offenders import Party
+from iskander.supervision.lifecycle import ENDING, Event, State
 from iskander.supervision.model_loader import ModelLoader
 from iskander.supervision.worker import ProcessExit, Worker
 from iskander.transport.machine_memory import oom_kills
@@ -44,6 +46,17 @@ HOLD_S: Final = 2.0
 """Longest time for which a model's requests are held until an exit or an isolated worker."""
 
 
+FOREIGN: Final = "another gateway process"
+
+
+class _Suspicion(NamedTuple):
+    """The model of a batch that ran when its worker ended, and who sent the batch."""
+
+    lane: Lane
+    was_hung: bool
+    party: Party | None
+
+
 class DeathRate:
     """Worker deaths of one model in a sliding window, and its consecutive quarantines.
 
@@ -51,27 +64,36 @@ class DeathRate:
 
     Attributes:
         isolations: Times that the model was moved to a worker of its own.
+        can_isolate: No worker of its own has failed to load the model.
         last_ns: Time of the last death.
     """
 
     def __init__(self, limit: int, window_ns: int) -> None:
         self._limit = limit
         self._window_ns = window_ns
-        self._deaths: deque[int] = deque(maxlen=limit)
+        # Time and party of each; None: a party of its own.
+        self._deaths: deque[tuple[int, Party | None]] = deque(maxlen=limit)
         self.released_ns = self.last_ns = 0
         self.quarantines = self.isolations = 0
+        self.can_isolate = True
 
     def set_limit(self, limit: int, window_ns: int) -> None:
         """Change the limit; counted deaths within the window stay."""
         self._limit, self._window_ns = limit, window_ns
         self._deaths = deque(self._deaths, maxlen=limit)
 
-    def note(self, at_ns: int) -> bool:
-        """Count a death; return whether the limit is reached, which is 1 after a quarantine."""
+    def note(self, at_ns: int, party: Party | None = None) -> bool:
+        """Count a death; return whether the limit is reached, which is 1 after a quarantine.
+
+        Deaths by requests of one party count as one.
+        """
         if self.quarantines and at_ns - self.released_ns > self._window_ns:
             self.quarantines = 0
-        self._deaths.append(at_ns)
-        while at_ns - self._deaths[0] > self._window_ns:
+        if party is not None:
+            others = (each for each in self._deaths if each[1] != party)
+            self._deaths = deque(others, maxlen=self._limit)
+        self._deaths.append((at_ns, party))
+        while at_ns - self._deaths[0][0] > self._window_ns:
             self._deaths.popleft()
         if len(self._deaths) < self._limit and not self.quarantines:
             return False
@@ -113,8 +135,9 @@ class Quarantines:
     def __post_init__(self) -> None:
         self._planned = len(self.workers)
         self._rates: dict[int, DeathRate] = {}
-        self._suspected: dict[int, tuple[Lane, bool]] = {}
+        self._suspected: dict[int, _Suspicion] = {}
         self._isolated: dict[int, Worker] = {}
+        self._quorums: dict[int, int] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._holds: dict[int, asyncio.TimerHandle] = {}
         self._tick_timer: asyncio.TimerHandle | None = None
@@ -138,7 +161,7 @@ class Quarantines:
         was_paused = worker.is_hung and worker.was_stopped
         if lane is None or not self.settings.model_deaths or was_paused:
             return
-        self._suspected[worker.index] = lane, worker.is_hung
+        self._suspected[worker.index] = _Suspicion(lane, worker.is_hung, _party_of(worker))
         worker.ended_in_batch = True
         if self.settings.spawn and not lane.model.pool:
             self._hold(lane)
@@ -149,11 +172,11 @@ class Quarantines:
         """Count a process exit for the model that the process was running."""
         if worker.index not in self._suspected:
             return
-        lane, was_hung = self._suspected.pop(worker.index)
+        lane, was_hung, party = self._suspected.pop(worker.index)
         kills, self._oom_kills = self._oom_kills, oom_kills()
         is_fault = end.is_model_fault(was_hung=was_hung, was_out_of_memory=self._oom_kills > kills)
         if is_fault:
-            self._on_death(lane, worker)
+            self._on_death(lane, worker, party)
         elif worker.ended_in_batch:
             worker.failures += 1  # Not explained by the batch: it counts for a crash loop.
         if self.is_first or not is_fault:
@@ -191,7 +214,7 @@ class Quarantines:
                 return lane
         return None
 
-    def _on_death(self, lane: Lane, worker: Worker) -> None:
+    def _on_death(self, lane: Lane, worker: Worker, party: Party | None) -> None:
         settings = self.settings
         lane.counts["worker_deaths"] += 1
         for key in self._rates.keys() - self.lanes.keys():
@@ -201,14 +224,21 @@ class Quarantines:
         rate.last_ns = now_ns()
         if lane.quarantine is not None or lane.is_retired:
             return
-        can_isolate = settings.spawn and len(self._isolated) < ISOLATED_MAX
-        if lane.model.pool or not can_isolate:
-            if rate.note(rate.last_ns):
+        has_room = len(self._isolated) < ISOLATED_MAX or lane.model.key in self._isolated
+        can_isolate = settings.spawn and rate.can_isolate and has_room
+        if lane.model.pool:
+            if rate.note(rate.last_ns, party):
+                self._quarantine(lane, rate)
+        elif not can_isolate:
+            # It ends the worker of other models: each death counts, or the first is enough.
+            if rate.note(rate.last_ns) or settings.spawn:
                 self._quarantine(lane, rate)
         elif self.is_first:
             rate.isolations += 1
-            index = max(self._planned, *(each.index + 1 for each in self.workers))
-            self._isolate(lane, index, worker.plan.cpus)
+            self._isolate(lane, self._next_index(), worker.plan.cpus)
+
+    def _next_index(self) -> int:
+        return max((self._planned, *(each.index + 1 for each in self.workers)))
 
     def _hold(self, lane: Lane) -> None:
         """Send no batch of a model until its fate is known, at most for `HOLD_S`."""
@@ -231,11 +261,18 @@ class Quarantines:
         log.model_isolated(model=lane.title)
         lane.model = msgspec.structs.replace(lane.model, pool=lane.title)
         lane.is_isolated = True
+        self._quorums.setdefault(lane.model.key, lane.quorum)
         lane.quorum = 1
         self.loader.unload(lane)
         if lane.model.key in self._isolated:
+            # Its worker was about to stop, because the model had returned. If it stops already,
+            # `_tick` starts another one.
             self.loader.load_missing()
-            return  # Its worker was about to stop, because the model had returned.
+            return
+        self._start_isolated(lane, index, cpus)
+
+    def _start_isolated(self, lane: Lane, index: int, cpus: tuple[int, ...]) -> None:
+        """Add a worker slot for an isolated model; the first gateway process starts it."""
         plans = [w.plan for w in self.workers if not w.plan.pool and w.device in lane.model.devices]
         shared = next((each for each in plans if each.cpus == cpus), plans[0])
         cpus = cpus or shared.cpus
@@ -284,7 +321,11 @@ class Quarantines:
             if is_gone or (was_drained and not self.is_first):
                 del self._isolated[key]
                 self.workers.remove(worker)
-                self._return_to_shared(self.lanes.get(key))
+                lane = self.lanes.get(key)
+                if lane is not None and lane.is_isolated and self._is_running:
+                    self._start_isolated(lane, self._next_index(), worker.plan.cpus)
+                else:
+                    self._return_to_shared(lane)
         if self._isolated:
             self._tick_timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
@@ -293,15 +334,37 @@ class Quarantines:
         lane, rate = self.lanes.get(key), self._rates.get(key)
         if not self.is_first or lane is None or rate is None:
             return
+        if lane.is_isolated and key in isolated.load_errors:
+            # Such as a GPU without memory for it beside a shared worker.
+            rate.can_isolate = False
+            self._return_to_shared(lane)
         if lane.is_isolated and lane.quarantine is None and rate.may_return(now_ns()):
             log.model_returned(model=lane.title)
             self._return_to_shared(lane)
         if not lane.is_isolated and any(each is not isolated for each in lane.workers.values()):
             self.on_event(isolated, Event.STOP)
 
+    @property
+    def _is_running(self) -> bool:
+        """Whether this gateway process starts workers now, and is not being stopped."""
+        return self.is_first and any(worker.state not in ENDING for worker in self.workers)
+
     def _return_to_shared(self, lane: Lane | None) -> None:
         """Move a model back to the shared workers."""
         if lane is not None and lane.is_isolated:
             lane.model = msgspec.structs.replace(lane.model, pool="")
             lane.is_isolated = False
+            lane.quorum = self._quorums.pop(lane.model.key, lane.quorum)
             self.loader.load_missing()
+
+
+def _party_of(worker: Worker) -> Party | None:
+    """Return who sent the running batch of a worker; None if it has rows of several.
+
+    All of another gateway process are one party: that process counts them itself.
+    """
+    batch = worker.in_flight.get(worker.last_beat().batch_id)
+    if batch is None:
+        return FOREIGN
+    parties = {part.request.terms.source.party for part in batch.parts}
+    return parties.pop() if len(parties) == 1 else None

@@ -89,7 +89,8 @@ def test_model_that_ends_workers_is_isolated_and_then_rejected(gateway: Gateway)
         assert score(gateway, GOOD) == [-1, -4]
         eventually(lambda: shared_worker(gateway), what="the shared worker")
         pid = shared_worker(gateway)
-        # The second request ends two more workers there: quarantine.
+        # Two more clients end workers there, and deaths by three are a quarantine.
+        assert error_code(gateway) == PoisonedRequest.code
         assert error_code(gateway) in (PoisonedRequest.code, ModelQuarantined.code)
         with pytest.raises(ModelQuarantined, match="`fragile/1` is in quarantine") as caught:
             score(gateway, GOOD)
@@ -146,6 +147,31 @@ def test_client_whose_request_ended_workers_is_slowed(gateway: Gateway) -> None:
         assert caught.value.retryable and caught.value.retry_after_ms
         assert score(gateway, GOOD) == [-1, -4]
         assert client.score("ids", GOOD)["y"].to_pylist() == [4, 13]
+
+
+def test_client_that_ends_workers_again_and_again_harms_no_other_of_its_model(
+    gateway: Gateway,
+) -> None:
+    """It is slowed instead of the model; from its second request on, one worker is enough."""
+    with gateway.client() as client, OtherClient(gateway) as other:
+        for deaths in range(2, 6):
+            code = ClientOverShare.code
+            while code == ClientOverShare.code:
+                with pytest.raises(IskanderError) as caught:
+                    client.score("fragile", BAD)
+                code = caught.value.code
+            assert code == PoisonedRequest.code
+            # The response may come before the exit of the process.
+            eventually(
+                lambda deaths=deaths: (
+                    gateway.stats()["lanes"]["fragile/1"]["worker_deaths"] == deaths
+                ),
+                what=f"{deaths} deaths",
+            )
+            assert score(gateway, GOOD) == [-1, -4]
+        lane = gateway.stats()["lanes"]["fragile/1"]
+        assert lane["isolated"] and not lane["quarantine"] and not lane.get("quarantines")
+    assert other.errors == []
 
 
 @pytest.mark.slow

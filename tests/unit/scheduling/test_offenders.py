@@ -57,3 +57,12 @@ def test_number_of_sources_is_limited() -> None:
     assert len(offenders) == SOURCES_MAX
     assert not pause_ms(offenders, Source("", 0), 0)
     assert pause_ms(offenders, Source("", SOURCES_MAX), 0)
+
+
+def test_source_with_a_token_is_the_same_on_all_its_connections() -> None:
+    offenders = Offenders()
+    offenders.note(Source("scoring", 1), 0)
+    assert pause_ms(offenders, Source("scoring", 2), 0)
+    assert not pause_ms(offenders, Source("other", 1), 0)
+    assert offenders.is_known(Source("scoring", 3), PAUSE_MAX_NS)
+    assert not offenders.is_known(Source("other", 1), PAUSE_MAX_NS)

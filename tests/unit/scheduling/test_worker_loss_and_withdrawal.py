@@ -8,6 +8,7 @@ import pytest
 from support.lanes import MS, RecordingCaller, lane_of
 from support.simulation import SimulatedWorker, Simulation
 
+from iskander.auth.source import Source
 from iskander.control.messages import Failed
 from iskander.scheduling.request import Request
 from iskander.scheduling.worker_slot import CREDITS
@@ -108,6 +109,60 @@ def test_request_that_killed_two_workers_is_poisoned(
     assert [bool(each.incarnation) for each in workers].count(True) == 1
     assert submitted[1][0].kills == 2 and gateway.is_clean()
     assert gateway.lanes[0].counts["failed.poisoned"] == 1
+
+
+POISONER = Source("", 7)
+
+
+def poisoned(gateway: Simulation) -> list[SimulatedWorker]:
+    """Workers that die of the value 100; two are dead, and the source is slowed."""
+    workers = [gateway.start() for _ in range(5)]
+    for each in workers:
+        each.reference = lambda values: "die" if 100 in values else None
+        each.play()
+    _, caller = gateway.submit_rows(0, 2, first=100, source=POISONER)
+    gateway.loop.run(10 * MS)
+    assert caller.codes == ["poisoned"]
+    return workers
+
+
+def test_requests_of_a_slowed_source_are_rejected_wherever_they_are(gateway: Simulation) -> None:
+    """Also one that waited at the worker that died, and is put back after the poisoned one."""
+    worker = gateway.start()
+    submitted = [gateway.submit_rows(0, 8, first=first, source=POISONER) for first in (0, 8, 16)]
+    _, other = gateway.submit_rows(0, 8)
+    submitted[0][0].kills, submitted[0][0].is_alone = 1, True
+    gateway.loop.turn()
+    assert len(worker.sent) == 2
+    kill(gateway, worker, 0)
+    assert codes(submitted) == [["poisoned"], ["client_over_share"], ["client_over_share"]]
+    gateway.start().play()
+    gateway.loop.run(10 * MS)
+    assert len(other.results) == 1 and gateway.is_clean()
+
+
+def test_one_worker_is_enough_for_a_source_that_is_known_to_end_workers(
+    gateway: Simulation,
+) -> None:
+    """Its requests run alone, so that no other request is run again."""
+    workers = poisoned(gateway)
+    gateway.loop.run(10_000 * MS)
+    submitted = [gateway.submit_rows(0, 2, first=first) for first in (0, 8)]
+    bad, caller = gateway.submit_rows(0, 2, first=100, source=POISONER)
+    gateway.loop.run(10 * MS)
+    assert (caller.codes, bad.kills) == (["poisoned"], 1)
+    assert codes(submitted) == [[], []] and not any(request.kills for request, _ in submitted)
+    assert [bool(each.incarnation) for each in workers].count(True) == 2
+
+
+def test_source_that_leaves_before_the_second_run_is_slowed_too(gateway: Simulation) -> None:
+    worker = gateway.start()
+    request, _ = gateway.submit_rows(0, 2, source=POISONER)
+    gateway.loop.turn()
+    worker.begin(worker.sent[0])
+    gateway.dispatcher.withdraw(request)
+    gateway.lose(worker)
+    assert gateway.lanes[0].offenders.is_known(POISONER, gateway.loop.now_ns)
 
 
 def test_only_lost_parts_of_a_split_request_are_retried(gateway: Simulation) -> None:

@@ -17,8 +17,13 @@ from iskander.control.messages import PROTOCOL_VERSION, Hello
 from iskander.memory.arena import Lease
 from iskander.memory.heartbeat import Heartbeat
 from iskander.scheduling.worker_slot import InFlightBatch
-from iskander.supervision.lifecycle import Event
-from iskander.supervision.quarantine import QUARANTINE_MAX_S, DeathRate, Quarantines
+from iskander.supervision.lifecycle import Event, State
+from iskander.supervision.quarantine import (
+    ISOLATED_MAX,
+    QUARANTINE_MAX_S,
+    DeathRate,
+    Quarantines,
+)
 from iskander.supervision.worker import ProcessExit, SlotPlan, Worker
 from iskander.transport.machine_memory import oom_kills
 
@@ -46,6 +51,16 @@ def test_one_death_is_enough_within_a_window_after_a_quarantine() -> None:
     rate.begin_quarantine(60.0)
     rate.released_ns = 300
     assert not rate.note(300 + WINDOW_NS + 1)
+
+
+def test_deaths_by_requests_of_one_party_count_once() -> None:
+    """That party is slowed; deaths of unknown parties count one by one."""
+    rate = DeathRate(3, WINDOW_NS)
+    assert not any(rate.note(at_ns, "a") for at_ns in range(10))
+    assert not rate.note(10, "b")
+    assert not rate.note(11, "a")
+    assert rate.note(12, "c")
+    assert [rate.note(at_ns) for at_ns in (20, 21, 22)] == [False, False, True]
 
 
 def test_new_limit_counts_earlier_deaths() -> None:
@@ -254,3 +269,67 @@ def test_nothing_is_held_without_a_worker_to_isolate_in() -> None:
         assert isolation.lane.quarantine is not None
 
     isolation_of(check, spawn=False)
+
+
+def test_model_beyond_the_limit_of_isolated_ones_is_rejected_at_its_first_death() -> None:
+    """It would end the worker of other models again."""
+
+    def check(isolation: Isolation) -> None:
+        isolation.quarantines._isolated.update({-n: Mock() for n in range(1, ISOLATED_MAX + 1)})
+        worker = isolation.worker(0)
+        isolation.quarantines.record_running_model(worker)
+        isolation.quarantines.on_exit(worker, CRASH)
+        assert not isolation.lane.is_isolated
+        assert isolation.lane.quarantine is not None
+
+    isolation_of(check)
+
+
+def isolated_worker(isolation: Isolation) -> Worker:
+    """Isolates the lane, and returns its ready worker."""
+    isolation.lane.quorum = 2
+    worker = isolation.worker(0)
+    isolation.quarantines.record_running_model(worker)
+    isolation.quarantines.on_exit(worker, CRASH)
+    isolated = isolation.workers[-1]
+    isolated.state = State.READY
+    assert (isolation.lane.model.pool, isolation.lane.quorum) == (isolation.lane.title, 1)
+    return isolated
+
+
+def test_model_that_its_own_worker_cannot_load_returns_at_once() -> None:
+    """Such as a GPU without memory for it; it is not isolated again."""
+
+    def check(isolation: Isolation) -> None:
+        isolated = isolated_worker(isolation)
+        isolated.load_errors[isolation.lane.model.key] = "no memory"
+        isolation.quarantines._tick()
+        assert not isolation.lane.is_isolated
+        assert (isolation.lane.model.pool, isolation.lane.quorum) == ("", 2)
+        again = isolation.worker(1)
+        isolation.quarantines.record_running_model(again)
+        isolation.quarantines.on_exit(again, CRASH)
+        assert not isolation.lane.is_isolated
+        assert isolation.lane.quarantine is not None
+
+    isolation_of(check)
+
+
+def test_model_that_ends_a_shared_worker_while_its_own_stops_gets_another() -> None:
+    def check(isolation: Isolation) -> None:
+        isolated = isolated_worker(isolation)
+        isolation.quarantines._return_to_shared(isolation.lane)
+        isolated.state = State.STOPPING
+        again = isolation.worker(1)
+        isolation.quarantines.record_running_model(again)
+        isolation.quarantines.on_exit(again, CRASH)
+        assert isolation.lane.is_isolated
+        isolated.state = State.STOPPED
+        isolation.quarantines._tick()
+        assert isolation.lane.is_isolated
+        another, event = isolation.events[-1]
+        assert another is not isolated
+        assert (event, another.plan.pool) == (Event.SPAWN_DUE, isolation.lane.title)
+        assert isolated not in isolation.workers
+
+    isolation_of(check)
