@@ -48,7 +48,8 @@ class IskanderError(Exception):
     Class attributes: `code` is stable and part of the interface; `retryable` means that the same
     request may succeed later; `status` is the gRPC status; `flight_status` replaces it for Flight,
     because pyarrow clients show RESOURCE_EXHAUSTED as a bad argument; `http_status` is for HTTP.
-    A subclass passes its code, fault and gRPC status; the others follow from the gRPC status.
+    A subclass passes its code, fault and gRPC status; the others follow from the gRPC status. An
+    `ExecutionFailed` may have another fault and status than its class.
 
     Args:
         message: Text of the error: what, where, expected, got. Never a traceback, path or address.
@@ -57,11 +58,11 @@ class IskanderError(Exception):
     """
 
     code: ClassVar[str] = "internal"
-    fault: ClassVar[Fault] = Fault.SERVER
+    fault: Fault = Fault.SERVER
     retryable: ClassVar[bool] = False
-    status: ClassVar[str] = "INTERNAL"
+    status: str = "INTERNAL"
     flight_status: ClassVar[str | None] = None
-    http_status: ClassVar[int] = 500
+    http_status: int = 500
 
     _by_code: ClassVar[dict[str, type[IskanderError]]] = {}
 
@@ -120,11 +121,14 @@ class IskanderError(Exception):
         fields = {key: value for key, value in wire.items() if key not in known}
         code, message, wait_ms = (wire.get(key) for key in ("code", "message", "retry_after_ms"))
         kind = IskanderError._by_code.get(code, IskanderError) if isinstance(code, str) else None
-        return (kind or IskanderError)(
+        error = (kind or IskanderError)(
             message if isinstance(message, str) else "",
             retry_after_ms=wait_ms if type(wait_ms) is int else None,
             **fields,
         )
+        if isinstance(error, ExecutionFailed) and wire.get("fault") == Fault.CLIENT:
+            error.blame_input()
+        return error
 
 
 def shorten(text: str, bytes_max: int = MESSAGE_BYTES_MAX) -> str:
@@ -354,7 +358,10 @@ class Draining(IskanderError, code="draining", fault=Fault.NOBODY, status="UNAVA
 
 
 class PoisonedRequest(IskanderError, code="poisoned", fault=Fault.MODEL, status="INTERNAL"):
-    """Two workers died while they ran this request; it is not retried."""
+    """Two workers died while they ran this request; it is not retried.
+
+    One is enough for a request that ran alone, of a source that sent such a request before.
+    """
 
 
 class ModelQuarantined(
@@ -366,11 +373,38 @@ class ModelQuarantined(
 class ExecutionFailed(IskanderError, code="execution_failed", fault=Fault.MODEL, status="INTERNAL"):
     """The runtime failed to run the model on this batch.
 
+    If the model runs other rows, the values are the cause: then the fault is that of the client,
+    with INVALID_ARGUMENT and 400. The fields `row` and `column` name the first such row of the
+    request, and its column, where a worker could find them.
+
     Attributes:
         is_shape: In a worker: a result has another shape than the contract.
     """
 
     is_shape: bool = False
+    _reason: str = ""
+
+    @property
+    def row(self) -> int | None:
+        """The first row of the request that fails alone, from 0; None if it is unknown."""
+        row = self.fields.get("row")
+        return row if isinstance(row, int) else None
+
+    def blame_input(self) -> None:
+        """Make it a fault of the client's values instead of the model."""
+        self.fault, self.status, self.http_status = Fault.CLIENT, "INVALID_ARGUMENT", 400
+
+    def located(self, row: int | None, column: str | None) -> ExecutionFailed:
+        """Return the error with a row and a column, which its text begins with."""
+        places = [f"row {row}"] if row is not None else []
+        places += [f"column `{column}`"] if column is not None else []
+        reason = self._reason or self.message
+        text = f"{', '.join(places)}: {reason}" if places else reason
+        fields = {**self.fields, "row": row, "column": column}
+        error = type(self)(text, retry_after_ms=self.retry_after_ms, **fields)
+        error._reason = reason
+        error.fault, error.status, error.http_status = self.fault, self.status, self.http_status
+        return error
 
 
 class RemoteUnavailable(

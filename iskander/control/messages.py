@@ -28,7 +28,7 @@ from iskander.contract.row_relation import RowRelation
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 RUN_NS_MAX = 86_400 * NS_PER_S
 """Of a batch; a faulty clock must not decide which lane is next."""
 
@@ -280,12 +280,21 @@ class Copied(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
-    """The batch was not computed; `code` is that of an `IskanderError`."""
+    """The batch was not computed; `code` is that of an `IskanderError`.
+
+    Attributes:
+        is_input: The model runs other rows, so the values of these are the cause.
+        row: First row of the request that fails alone; None if it is unknown.
+        column: Column of the values that are the cause; empty if it is unknown.
+    """
 
     batch_id: int
     code: str
     message: str
     retry_after_ms: int | None = None
+    is_input: bool = False
+    row: int | None = None
+    column: str = ""
 
 
 class Probed(msgspec.Struct, frozen=True, array_like=True, tag="probed"):

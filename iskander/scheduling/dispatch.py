@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from iskander.clock import now_ns
 from iskander.control.messages import Done, Execute, Failed, Slice, ToWorker, encode
-from iskander.errors import IskanderError, RemoteUnavailable
+from iskander.errors import ExecutionFailed, IskanderError, RemoteUnavailable
 from iskander.logs import requests as log
 from iskander.logs import workers as worker_log
 from iskander.measurement.counters import Counters
@@ -212,6 +212,11 @@ class Dispatcher:
                 "retry_after_ms": failed.retry_after_ms,
             }
         )
+        if isinstance(error, ExecutionFailed):
+            if failed.is_input:
+                error.blame_input()
+            if failed.row is not None or failed.column:
+                error = error.located(failed.row, failed.column or None)
         if error.code == RemoteUnavailable.code:
             self.on_unreachable(batch.lane, error)
         else:

@@ -154,6 +154,7 @@ SAMPLES: dict[str, Any] = {
     "Stepped": Stepped(model=3, steps=(("embed", 1_500_000), ("rank", 70_000))),
     "Failed": Failed(batch_id=77, code="execution_failed", message="refused"),
     "Failed with a time to retry": Failed(78, "remote_overloaded", "queue full", 250),
+    "Failed with the cause": Failed(79, "execution_failed", "stof", None, True, 5, "age"),
     "Probed": Probed(model=3, reason="connection refused"),
     "Leaving": Leaving(),
     "Notice": Notice(text="no memory policy for node 1"),

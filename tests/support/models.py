@@ -91,6 +91,25 @@ def picky(folder: Path, most: int) -> Path:
     )
 
 
+def parsing(folder: Path) -> Path:
+    """`y` is the sum of the numbers in the strings `a` and `b`, and of `x`."""
+    return save(
+        folder,
+        [
+            helper.make_node("Cast", ["a"], ["first"], to=TensorProto.FLOAT),
+            helper.make_node("Cast", ["b"], ["second"], to=TensorProto.FLOAT),
+            helper.make_node("Add", ["first", "second"], ["sum"]),
+            helper.make_node("Add", ["sum", "x"], ["y"]),
+        ],
+        [
+            helper.make_tensor_value_info("a", TensorProto.STRING, ["rows"]),
+            helper.make_tensor_value_info("b", TensorProto.STRING, ["rows"]),
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows"]),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows"])],
+    )
+
+
 def fragile(folder: Path) -> Path:
     """`y = x / -1`; the least integer ends the process by SIGFPE."""
     return save(

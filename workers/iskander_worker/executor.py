@@ -64,6 +64,10 @@ class Executor:
         self._binding(message, stage.input_address, stage.output_address).run(run)
         stage.scatter(self._output.view, message.slices, message.rows)
 
+    def input_body(self, offset: int) -> memoryview:
+        """The input arena from the body of a request on."""
+        return self._input.view[offset:]
+
     def is_launched(self, message: Execute) -> bool:
         """Whether a batch is for `launch` instead of `execute`."""
         session = self.sessions.get(message.model)

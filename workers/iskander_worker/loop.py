@@ -41,6 +41,7 @@ from iskander_worker.attachments import Attachment, Attachments
 from iskander_worker.backends import Run
 from iskander_worker.devices.cuda import DeviceLost, DriverError
 from iskander_worker.devices.pipeline import Pipeline
+from iskander_worker.failing_rows import FailingRows, Finding
 from iskander_worker.loading.loader import LoadQueue
 from iskander_worker.session import Session
 
@@ -70,6 +71,7 @@ class WorkerLoop:
         self._pipeline: Pipeline | None = None
         self._launched: deque[_Launched] = deque()
         self._landed_ns = 0
+        self._failing_rows = FailingRows()
         self.is_leaving = False
         os.register_at_fork(after_in_child=self._after_fork)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -190,7 +192,8 @@ class WorkerLoop:
         try:
             attachment.executor.execute(message, run)
         except IskanderError as error:
-            answers.append(_failed(message, error, is_aborted=canceller.end()))
+            found = self._failing_rows.find(attachment.executor, message, run, error)
+            answers.append(_failed(message, error, found, is_aborted=canceller.end()))
             run.steps = ()
             if self._pipeline is not None:
                 self._pipeline.check()
@@ -198,6 +201,7 @@ class WorkerLoop:
         canceller.end()
         run_ns = now_ns() - begun_ns
         attachment.last_run = (message.model, message.rows, run_ns)
+        self._failing_rows.ran.add(message.model)
         answers.append(Done(message.batch_id, run_ns))
         if run.steps:
             answers.append(Stepped(message.model, run.steps))
@@ -218,7 +222,7 @@ class WorkerLoop:
         try:
             attachment.executor.launch(message, run, pipeline)
         except IskanderError as error:
-            answers.append(_failed(message, error, is_aborted=canceller.end()))
+            answers.append(_failed(message, error, Finding(), is_aborted=canceller.end()))
             return
         # An abort after the launch is without effect: kernels in a stream cannot be withdrawn.
         canceller.end()
@@ -323,9 +327,10 @@ class WorkerLoop:
         self.is_leaving = True
 
 
-def _failed(message: Execute, error: IskanderError, *, is_aborted: bool) -> Failed:
+def _failed(message: Execute, error: IskanderError, found: Finding, *, is_aborted: bool) -> Failed:
     reason = Cancelled("batch cancelled: its callers are gone") if is_aborted else error
-    return Failed(message.batch_id, reason.code, reason.message, reason.retry_after_ms)
+    code, text, retry_after_ms = reason.code, reason.message, reason.retry_after_ms
+    return Failed(message.batch_id, code, text, retry_after_ms, *found)
 
 
 def _is_brief(message: Execute, attachment: Attachment) -> bool:

@@ -60,11 +60,16 @@ def warm(
         try:
             compute(session, rows, generate_inputs(contract.inputs, rows, plan))
         except (ContractError, ExecutionFailed) as error:
-            if _OUT_OF_MEMORY.search(error.message):
+            if is_out_of_memory(error.message):
                 raise ManifestError(
                     f"not enough memory for a warm-up batch of {rows} rows: {error.message}"
                 ) from None
             return
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Whether an error's text says that memory was lacking."""
+    return _OUT_OF_MEMORY.search(text) is not None
 
 
 def compute(

@@ -15,7 +15,7 @@ from iskander.arrow.values import text_buffers
 from iskander.clock import now_ns
 from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import Contract, body_layout
-from iskander.errors import IskanderError
+from iskander.errors import ExecutionFailed, IskanderError
 from iskander.protocols.flight.codec import ParsedBatch
 from iskander.protocols.flight.convert import BatchPortion
 from iskander.protocols.stream_terms import StreamTerms
@@ -59,8 +59,10 @@ class SplitBatch:
 
     def fail(self, request: Request, error: IskanderError) -> None:
         """Accept the failure of one portion, which fails the batch."""
-        del request
         if self.error is None:
+            if isinstance(error, ExecutionFailed) and error.row is not None:
+                places = self._places[self.requests.index(request)]
+                error = error.located(int(places[error.row]), error.column)
             self.error = error
             self._on_end(self)
 
