@@ -310,9 +310,14 @@ def test_failures_are_traced_at_ratio_0_and_faults_of_callers_are_not(traced: Tr
     with traced.gateway.client() as client:
         with pytest.raises(ContractError):
             client.score("picky", pa.record_batch({"y": ["text"]}))
-        client.score("picky", BATCH)
-        with pytest.raises(ExecutionFailed):
+        # Of the model, as far as the worker knows; and of the caller, once the model has run.
+        with pytest.raises(ExecutionFailed) as caught:
             client.score("picky", pa.record_batch({"x": [1000]}))
+        assert caught.value.fault == "model"
+        client.score("picky", BATCH)
+        with pytest.raises(ExecutionFailed, match="row 0, column `x`: ") as caught:
+            client.score("picky", pa.record_batch({"x": [1000]}))
+        assert caught.value.fault == "client"
         with pytest.raises(DeadlineExceeded):
             client.score("picky", BATCH, terms={"deadline_ms": 0})
     (late,) = eventually(lambda: traced.servers("picky", "deadline_exceeded"))

@@ -27,6 +27,7 @@ CODES = {
     "model_moved": (errors.ModelMoved, "nobody", True, "UNAVAILABLE", None),
     "unauthenticated": (errors.Unauthenticated, "client", False, "UNAUTHENTICATED", None),
     "permission_denied": (errors.PermissionDenied, "client", False, "PERMISSION_DENIED", None),
+    "runtime_differs": (errors.RuntimeDiffers, "operator", False, "FAILED_PRECONDITION", None),
     "unsupported": (errors.Unsupported, "client", False, "UNIMPLEMENTED", None),
     "overloaded": (errors.Overloaded, "nobody", True, "RESOURCE_EXHAUSTED", "UNAVAILABLE"),
     "queue_full": (errors.QueueFull, "nobody", True, "RESOURCE_EXHAUSTED", "UNAVAILABLE"),
@@ -273,3 +274,21 @@ def test_long_message_is_truncated_between_characters(piece: str, times: int) ->
 def test_bytes_that_are_not_utf8_are_shown(text: str, problem: str) -> None:
     assert utf8_problem(text) == problem
     utf8_problem(text).encode()
+
+
+def test_failed_run_with_its_cause() -> None:
+    """The fault is the client's, with the status of invalid input; the code stays."""
+    failed = errors.ExecutionFailed("stof", model="m")
+    assert (failed.fault, failed.status, failed.http_status) == (Fault.MODEL, "INTERNAL", 500)
+    failed.blame_input()
+    located = failed.located(5, "age").located(7, "age")
+    assert located.message == "row 7, column `age`: stof"
+    wire = located.to_wire()
+    assert (wire["code"], wire["fault"], wire["retryable"]) == ("execution_failed", "client", False)
+    assert (wire["row"], wire["column"], wire["model"]) == (7, "age", "m")
+    received = IskanderError.from_wire(wire)
+    assert isinstance(received, errors.ExecutionFailed)
+    assert (received.row, received.column, received.fault) == (7, "age", Fault.CLIENT)
+    assert (received.status, received.http_status) == ("INVALID_ARGUMENT", 400)
+    assert errors.ExecutionFailed("stof").fault is Fault.MODEL
+    assert IskanderError.from_wire({"code": "internal", "fault": "client"}).fault is Fault.SERVER

@@ -56,13 +56,21 @@ class Executor:
             target = self._output.address + first.output_offset
             self._binding(message, source, target).run(run)
             return
+        self._run_staged(message, run).scatter(self._output.view, message.slices, message.rows)
+
+    def try_rows(self, message: Execute, run: Run) -> None:
+        """Run a batch without its results, or raise `ExecutionFailed`."""
+        self._run_staged(message, run)
+
+    def _run_staged(self, message: Execute, run: Run) -> _Stage | ArrayStage:
+        """Run a batch on a stage, which has the results then."""
         self._require_inside(message)
         stage = self._stages.get((message.model, message.bucket))
         if stage is None or stage.rows < message.rows:
             stage = self._create_stage(message)
         stage.gather(self._input.view, message.slices, message.rows)
         self._binding(message, stage.input_address, stage.output_address).run(run)
-        stage.scatter(self._output.view, message.slices, message.rows)
+        return stage
 
     def input_body(self, offset: int) -> memoryview:
         """The input arena from the body of a request on."""

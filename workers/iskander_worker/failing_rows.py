@@ -1,9 +1,9 @@
-"""Search for the row with which a run fails, and for its column, after a batch of one request.
+"""Search for the row with which a run fails, and for its column.
 
-Halves of the batch run again, at most twice the logarithm of its rows, so with at most as many rows
-as the batch has. All searches of a worker take at most `SHARE` of its time: requests that fail
-cannot multiply its load. Only rows that the caller has sent run, in their order, because other
-values could end the process.
+It follows the failure of a batch of one request: halves of the batch run again, as often as the
+logarithm of its rows, and with at most as many rows as the batch and one more. All searches of a
+worker take at most `SHARE` of its time, so that requests that fail cannot multiply its load. Only
+rows that the caller has sent run, because other values could end the process.
 
 Runs on: worker main.
 """
@@ -90,7 +90,7 @@ class FailingRows:
             is_fixed = session.contract.rows_fixed is not None
             count = message.rows if is_fixed else rows
             try:
-                executor.execute(msgspec.structs.replace(message, rows=count, slices=(cut,)), run)
+                executor.try_rows(msgspec.structs.replace(message, rows=count, slices=(cut,)), run)
             except ExecutionFailed:
                 return True
             return False
