@@ -66,6 +66,11 @@ class Grant:
         self._cache: dict[str, bool] = {}
 
     @property
+    def scope(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Patterns of the models and sources that the caller may see."""
+        return self._models, self._sources
+
+    @property
     def is_anonymous(self) -> bool:
         """Whether the server requires tokens and the caller has none."""
         return self.name == ANONYMOUS

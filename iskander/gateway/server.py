@@ -369,9 +369,9 @@ class Server:
         """Kill the workers before an immediate exit."""
         self._supervisor.kill_all()
 
-    def stats(self) -> dict[str, Any]:
+    async def stats(self) -> dict[str, Any]:
         """Return counters of lanes, workers and memory."""
-        return collect(self._sources) | {
+        return await collect(self._sources) | {
             "admin_address": self._admin_address,
             "http_address": self._protocol_addresses.get(HTTP, ""),
             "protocol_addresses": self._protocol_addresses,

@@ -254,17 +254,13 @@ class Models:
         yield ("serving",), sum(lane.is_served for lane in lanes)
         yield ("draining",), sum(lane.is_retired for lane in lanes)
 
-    def describe_all(self) -> list[dict[str, Any]]:
-        """Return the entries of `index`, with the contracts of served models."""
-        described: list[dict[str, Any]] = []
-        for status in self.index():
-            name, version = status.name, status.version
-            entry: dict[str, Any] = {"name": name, "version": version, "ready": False}
-            if status.lane is not None:
-                routes = self._routes_to(name, version)
-                entry = describe(status.lane) | {"routes": routes}
-            described.append(entry | {"state": status.state.lower(), "reason": status.reason})
-        return described
+    def describe(self, status: ModelStatus) -> dict[str, Any]:
+        """Return an entry of `index`, with the contract of a served model."""
+        name, version = status.name, status.version
+        entry: dict[str, Any] = {"name": name, "version": version, "ready": False}
+        if status.lane is not None:
+            entry = describe(status.lane) | {"routes": self._routes_to(name, version)}
+        return entry | {"state": status.state.lower(), "reason": status.reason}
 
     def _reason(self, lane: Lane) -> str:
         reason = reason_of(lane, self.workers)

@@ -7,10 +7,13 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from heapq import nlargest
 from typing import Any
+
+import msgspec
 
 from iskander import __version__
 from iskander.build_info import BUILD
@@ -27,9 +30,18 @@ CADENCES_MAX = 20
 """Limit of listed clients of a lane; the clients with the most samples."""
 
 
-def collect(sources: MetricSources) -> dict[str, Any]:
-    """Return counters of lanes, workers and memory."""
+async def collect(sources: MetricSources) -> dict[str, Any]:
+    """Return counters of lanes, workers and memory; each lane and worker is a step."""
     models = sources.models
+    lanes: dict[str, msgspec.Raw] = {}
+    for lane in list(models):
+        counts = _lane(lane, models.is_lane_ready(lane))
+        lanes[lane.title] = msgspec.Raw(msgspec.json.encode(counts))
+        await asyncio.sleep(0)
+    workers = []
+    for worker in list(models.workers):
+        workers.append(msgspec.Raw(msgspec.json.encode(_worker(worker, now_ns()))))
+        await asyncio.sleep(0)
     reasons = models.reasons()
     arena, backing = sources.input_arena, sources.input_backing
     return {
@@ -57,8 +69,8 @@ def collect(sources: MetricSources) -> dict[str, Any]:
             "regions": len(sources.regions),
             "lent_bytes": sum(sources.regions.values()),
         },
-        "lanes": {lane.title: _lane(lane, models.is_lane_ready(lane)) for lane in models},
-        "workers": [_worker(worker, now_ns()) for worker in models.workers],
+        "lanes": lanes,
+        "workers": workers,
         "gpus": [_gpu(state) for state in sources.gpus],
     }
 

@@ -1,7 +1,8 @@
 """Acceptor of a listening socket: accepts a few connections at a time, runs TLS handshakes.
 
 At the connection limit, the listener evicts an idle connection or rejects the new one. At
-`HANDSHAKES_MAX`, the oldest TLS handshake of the source with the most of them is cancelled.
+`HANDSHAKES_MAX`, the oldest TLS handshake of the source with the most of them is cancelled. A
+handshake begins with the client's first bytes, in its turn (`handshakes`).
 
 Runs on: gateway loop.
 """
@@ -19,6 +20,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from iskander.auth.shares import SourceTable
 from iskander.clock import now_ns
 from iskander.logs import network as log
+from iskander.transport.handshakes import HandshakeTurns, first_bytes, has_ended
 from iskander.transport.sources import Source, source_of
 from iskander.transport.tls import ContextSource
 
@@ -74,11 +76,13 @@ class Acceptor:
         listening: socket.socket,
         listener: Admission,
         tls: ContextSource | None = None,
+        turns: HandshakeTurns | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listening = listening
         self._listener = listener
         self._tls = tls
+        self._turns = turns or HandshakeTurns()
         self._tasks: set[asyncio.Task[None]] = set()
         self._handshakes: SourceTable[AcceptedSocket[Any]] = SourceTable()
         self._pause: asyncio.TimerHandle | None = None
@@ -136,6 +140,12 @@ class Acceptor:
                     oldest.handshake.cancel()
 
     async def _connect(self, connection: socket.socket, accepted: AcceptedSocket[Any]) -> None:
+        if self._tls is not None:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                await first_bytes(self._loop, connection)
+                await self._turns.wait(accepted.source, self._tls().handshake_ns)
+            if has_ended(connection):
+                raise ConnectionAbortedError("the client is gone")
         context = None if self._tls is None else self._tls()
         await self._loop.connect_accepted_socket(
             partial(self._listener.make, accepted),

@@ -12,6 +12,7 @@ from typing import Final
 from iskander.config.schema import Config
 from iskander.transport.allocator import return_free_memory
 from iskander.transport.descriptors import Descriptors
+from iskander.transport.handshakes import HandshakeTurns
 from iskander.transport.machine_memory import receive_bytes
 from iskander.transport.receive_budget import ReceiveBudget
 from iskander.transport.turn_scheduler import TurnScheduler
@@ -34,6 +35,7 @@ class ConnectionLimits:
         self.budget = ReceiveBudget(self._receive_bytes(config))
         self._read(config)
         self.turns = TurnScheduler(asyncio.get_running_loop())
+        self.handshakes = HandshakeTurns()
         self.ended: Counter[str] = Counter()
         self.calls_ended: Counter[tuple[str, str]] = Counter()
         self.descriptors = Descriptors()

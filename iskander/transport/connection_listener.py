@@ -116,7 +116,7 @@ class ConnectionListener(Generic[Connection]):
     async def listen(self, listening: socket.socket) -> None:
         """Accept connections on a bound socket, without TLS on a unix socket."""
         tls = None if listening.family == socket.AF_UNIX else self._tls
-        self._acceptors.append(Acceptor(listening, self, tls))
+        self._acceptors.append(Acceptor(listening, self, tls, self._limits.handshakes))
         if self._check_timer is None:
             self.budget.holders.add(self)
             self._check_connections()

@@ -8,10 +8,13 @@ Runs on: gateway loop. Source: RFC 8446; RFC 7301 (ALPN).
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
+from iskander.clock import NS_PER_US, thread_cpu_ns
 from iskander.config.auth import TlsConfig
 from iskander.errors import ConfigError
 from iskander.file_watcher import FileWatcher, ReloadStatus
@@ -19,7 +22,18 @@ from iskander.logs import network as log
 from iskander.transport.certificate import earliest_expiry_s
 
 HTTP2, HTTP1 = "h2", "http/1.1"
-ContextSource = Callable[[], ssl.SSLContext]
+MEASURED: Final = 3
+"""Handshakes that are measured; the shortest counts."""
+HANDSHAKE_NS_MIN: Final = 100 * NS_PER_US
+
+
+class ServerContext(ssl.SSLContext):
+    """A context of the server; `handshake_ns` is the processor time of one handshake."""
+
+    handshake_ns = HANDSHAKE_NS_MIN
+
+
+ContextSource = Callable[[], ServerContext]
 """Returns the context for a new connection: it has the files loaded last."""
 
 
@@ -35,7 +49,7 @@ class Tls:
         self._config = config
         self.reloads = ReloadStatus() if config.certificate else None
         self.expiry_s = 0.0
-        self._current: dict[str, ssl.SSLContext] = {}
+        self._current: dict[str, ServerContext] = {}
         files = (config.certificate, config.key, config.client_ca, config.client_crl)
         self._watcher = FileWatcher([Path(name) for name in files if name], self._reload)
 
@@ -73,9 +87,9 @@ class Tls:
             self.reloads.record(is_valid=True)
             log.tls_reloaded()
 
-    def _create(self, protocol: str) -> ssl.SSLContext:
+    def _create(self, protocol: str) -> ServerContext:
         config = self._config
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context = ServerContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols([protocol])
         setting = "tls.certificate and tls.key"
@@ -98,12 +112,35 @@ class Tls:
         except OSError as error:
             raise ConfigError(f"{setting}: cannot be read: {error.strerror}") from None
 
+        context.handshake_ns = _handshake_ns(context)
+
         def use_current(handshake: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
             handshake.context = self._current[protocol]
 
         # Of a handshake that began before a change; also called without a server name.
         context.sni_callback = use_current
         return context
+
+
+def _handshake_ns(context: ssl.SSLContext) -> int:
+    """Measure the server's part of a handshake until it waits for the client."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_mode = ssl.CERT_NONE
+    hello = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLError):
+        client.wrap_bio(ssl.MemoryBIO(), hello).do_handshake()
+    sent = hello.read()
+    costs = []
+    for _ in range(MEASURED):
+        received = ssl.MemoryBIO()
+        received.write(sent)
+        server = context.wrap_bio(received, ssl.MemoryBIO(), server_side=True)
+        began_ns = thread_cpu_ns()
+        with contextlib.suppress(ssl.SSLError):
+            server.do_handshake()
+        costs.append(thread_cpu_ns() - began_ns)
+    return max(min(costs), HANDSHAKE_NS_MIN)
 
 
 def _no_password() -> str:

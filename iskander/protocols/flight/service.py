@@ -30,6 +30,7 @@ from iskander.protocols.flight.exchange import OPEN_S, Exchange
 from iskander.protocols.flight.plans import Plans
 from iskander.protocols.flight.regions import RegionServer
 from iskander.protocols.flight.sources import FlightSources
+from iskander.protocols.shared_answers import SharedAnswers
 from iskander.protocols.submit import given_way_error
 from iskander.repository.models import Models, describe
 from iskander.repository.peers import Peers
@@ -79,7 +80,7 @@ class FlightService:
         input_arena: InputArena,
         dispatcher: Dispatcher,
         plans: Plans,
-        stats: Callable[[], dict[str, Any]],
+        stats: Callable[[], Awaitable[dict[str, Any]]],
         recent: RecentValues,
         regions: RegionServer,
     ) -> None:
@@ -93,6 +94,7 @@ class FlightService:
         self._regions = regions
         self.plans = plans
         self.exchanges: dict[Exchange, Grant] = {}
+        self._answers = SharedAnswers()
         self._shares: Shares[Exchange] = Shares(_idle_since, _give_way)
         self.sources: FlightSources | None = None
         self.operate: Callable[[str], Awaitable[dict[str, Any]]] | None = None
@@ -170,12 +172,19 @@ class FlightService:
 
     async def list_flights(self, _: bytes, call: Call) -> None:
         """List the loaded model versions, and the sources, that the caller may use."""
-        for lane in self.models:
-            if lane.contract is not None and call.grant.may_call(lane.model.name):
-                await call.write(_info(lane))
-        if self.sources is not None:
-            for info in self.sources.list(call.grant):
-                await call.write(info)
+        grant = call.grant
+        for info in await self._answers.get(
+            ("flights", grant.scope), partial(self._list_flights, grant)
+        ):
+            await call.write(info)
+
+    async def _list_flights(self, grant: Grant) -> list[bytes]:
+        listed = []
+        for lane in list(self.models):
+            if lane.contract is not None and grant.may_call(lane.model.name):
+                listed.append(_info(lane))
+                await asyncio.sleep(0)
+        return listed if self.sources is None else listed + self.sources.list(grant)
 
     async def get_flight_info(self, raw: bytes, call: Call) -> None:
         """Send a model's result schema, and its contract as JSON; or endpoints of a source."""
@@ -266,7 +275,8 @@ class FlightService:
             state["models"] = {m: state["models"][m] for m in state["models"] if grant.may_call(m)}
             return [state]
         if name == "models":
-            return [[m for m in self.models.describe_all() if grant.may_call(m["name"])]]
+            key = (name, grant.scope)
+            return [*await self._answers.get(key, partial(self._describe_models, grant))]
         if name in SERVER_ACTIONS:
             return [await self._act_on_server(name, body, call)]
         if name not in ("contract", "load", "unload"):
@@ -285,6 +295,14 @@ class FlightService:
                 versions = await self._peers.unload(query.model, query.version_text)
         return [{"model": query.model, "versions": versions}]
 
+    async def _describe_models(self, grant: Grant) -> list[bytes]:
+        entries = []
+        for status in list(self.models.index()):
+            if grant.may_call(status.name):
+                entries.append(msgspec.json.encode(self.models.describe(status)))
+                await asyncio.sleep(0)
+        return [b"[" + b",".join(entries) + b"]"]
+
     async def _act_on_server(self, name: str, body: bytes, call: Call) -> Any:  # noqa: ANN401
         """Result of an action that concerns no single model."""
         grant = call.grant
@@ -295,9 +313,15 @@ class FlightService:
                     raise Unsupported(f"`{name}` is not available in this gateway")
                 return await self.operate(name)
         grant.require_token()
-        if name == "metrics":
-            return await self._recent.answer(body)
-        return self._stats() if name == "stats" else self._regions.describe()
+        if name == "shared-memory":
+            return self._regions.describe()
+
+        async def render() -> list[bytes]:
+            stats = self._recent.answer(body) if name == "metrics" else self._stats()
+            return [msgspec.json.encode(await stats)]
+
+        key = (name, body if name == "metrics" else b"")
+        return (await self._answers.get(key, render))[0]
 
 
 def _idle_since(exchange: Exchange) -> int:

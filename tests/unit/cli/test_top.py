@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from support.models import ROOT
 from support.observed import make_lane, make_worker, observe
@@ -13,11 +15,19 @@ from iskander.cli.top_screen import COLUMNS, Screen, fit_columns, read_keys
 from iskander.cli.top_snapshot import ModelRow, Snapshot, WorkerRow, compare
 from iskander.clock import NS_PER_MS
 from iskander.scheduling.lane import Lane, Quarantine
+from iskander.telemetry.metric_sources import MetricSources
 from iskander.telemetry.stats import collect
 
 
+def collected(observed: MetricSources) -> dict[str, Any]:
+    """Returns the stats after a JSON round trip, as a client receives them."""
+    encoded = msgspec.json.encode(asyncio.run(collect(observed)))
+    values: dict[str, Any] = msgspec.json.decode(encoded)
+    return values
+
+
 def stats(lanes: list[Lane], uptime_s: float, **more: Any) -> dict[str, Any]:
-    return collect(observe(lanes)) | {"uptime_s": uptime_s, "process": 0, **more}
+    return collected(observe(lanes)) | {"uptime_s": uptime_s, "process": 0, **more}
 
 
 def row(name: str, **fields: Any) -> ModelRow:
@@ -125,10 +135,10 @@ def test_states_of_models() -> None:
 
 def test_worker_rate_is_of_the_same_slot() -> None:
     slot = make_worker(2)
-    before = collect(observe([], [slot])) | {"uptime_s": 1.0, "process": 0}
+    before = collected(observe([], [slot])) | {"uptime_s": 1.0, "process": 0}
     slot.batches += 8
 
-    after = compare(before, collect(observe([], [slot])) | {"uptime_s": 3.0, "process": 0})
+    after = compare(before, collected(observe([], [slot])) | {"uptime_s": 3.0, "process": 0})
 
     assert (after.workers[0].name, after.workers[0].batches_per_s) == ("2", 4)
     assert after.workers[0].last == "attached, loading"

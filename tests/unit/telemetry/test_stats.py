@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import Counter
 from typing import Any
@@ -26,7 +27,9 @@ NS_PER_MS = 1_000_000
 
 def collect(observed: MetricSources) -> dict[str, Any]:
     """Returns the stats after a JSON round trip, as a client receives them."""
-    response: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(stats.collect(observed)))
+    response: dict[str, Any] = msgspec.json.decode(
+        msgspec.json.encode(asyncio.run(stats.collect(observed)))
+    )
     return response
 
 
