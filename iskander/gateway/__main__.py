@@ -163,6 +163,8 @@ async def _serve(config: Config, slots: list[SlotPlan], arguments: argparse.Name
         loop.add_signal_handler(signal.SIGHUP, on_reload)
     # Must precede the import of NumPy, which starts one BLAS thread per core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Memory of pyarrow is returned to the system with the heap (`transport/allocator.py`).
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     from iskander.gateway.operation import Operation, ask_parent
     from iskander.gateway.server import Server
 

@@ -49,8 +49,6 @@ from iskander.transport.http2.status import RpcError
 
 OPEN_S: Final = 30.0
 """Timeout for the schema of a new stream."""
-TRIMMED_BYTES: Final = 4 << 20
-"""Temporary memory of a conversion after which unused memory is returned to the system."""
 DESCRIPTOR_BYTES_MAX: Final = 4096
 """Limit of a descriptor, which a stream keeps."""
 
@@ -431,8 +429,6 @@ class Exchange:
             self._end(internal)
         finally:
             self._call.release_memory(work_bytes)
-            if work_bytes > TRIMMED_BYTES:
-                self._plans.threads.trim_later()
         self._admission = None
         self._read()
 

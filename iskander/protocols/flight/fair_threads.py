@@ -15,11 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
-import pyarrow as pa
-
 THREADS_MAX: Final = 2
-TRIM_S: Final = 1.0
-"""Pause between large conversions and the return of their memory."""
 Result = TypeVar("Result")
 
 
@@ -30,7 +26,6 @@ class FairThreads:
         self._free = count
         self._waiting: OrderedDict[object, deque[asyncio.Future[None]]] = OrderedDict()
         self._executor = ThreadPoolExecutor(count, "convert")
-        self._trim: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def turn(self, caller: object) -> AsyncIterator[None]:
@@ -47,16 +42,6 @@ class FairThreads:
     async def run(self, function: Callable[..., Result], *args: object) -> Result:
         """Run a function on a thread; call within a turn."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-
-    def trim_later(self) -> None:
-        """Return memory that pyarrow has freed to the system, after a while."""
-        if self._trim is None:
-            loop = asyncio.get_running_loop()
-            self._trim = loop.call_later(TRIM_S, self._trim_now, loop)
-
-    def _trim_now(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._trim = None
-        loop.run_in_executor(self._executor, pa.default_memory_pool().release_unused)
 
     async def _wait(self, caller: object) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
