@@ -48,6 +48,9 @@ TICK_NS: Final = NS_PER_S // 2
 DRAIN_NS: Final = 2 * NS_PER_S
 """Time for the samples that wait at the end; the consumers complete their files afterwards, and the
 gateway kills this process after ten seconds."""
+TRIM_USED_NS: Final = 5 * NS_PER_S
+TRIM_NS: Final = 60 * NS_PER_S
+"""Times between two returns of free memory: after samples, and without any."""
 SEND_S: Final = 30.0
 """The gateway reads in each iteration of its event loop."""
 
@@ -126,6 +129,8 @@ class ObserverLoop:
         self._has_ended = False
         self._counts = {"consumed": 0, "damaged": 0, "failed": 0}
         self._reported_ns = 0
+        self._trimmed_ns = 0
+        self._is_used = False
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         self._poll = poll.poll
@@ -227,10 +232,12 @@ class ObserverLoop:
             model.name, model.version, ref.time_ns, ref.rows, ref.id.hex(), inputs, outputs
         )
         self._counts["consumed"] += 1
+        self._is_used = True
         for name, consumer in self._consumers.items():
             self._guarded(name, partial(consumer.consume, sample))
 
     def _tick(self) -> None:
+        self._trim(now_ns())
         for name, consumer in self._consumers.items():
             self._guarded(name, partial(consumer.tick, wall_ns()))
         if now_ns() - self._reported_ns < NS_PER_S:
@@ -242,6 +249,13 @@ class ObserverLoop:
             if report is not None:
                 values[name] = report
         self._send(Report(values))
+
+    def _trim(self, now: int) -> None:
+        """Return free memory to the system, more often after samples."""
+        if now - self._trimmed_ns >= (TRIM_USED_NS if self._is_used else TRIM_NS):
+            self._trimmed_ns, self._is_used = now, False
+            # Of all threads: the allocator keeps what each of them has freed.
+            pa.default_memory_pool().release_unused()
 
     def _guarded(self, name: str, call: Callable[[], Result]) -> Result | None:
         """Call a consumer; its error is its own, and does not stop the others."""

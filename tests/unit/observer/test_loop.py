@@ -24,7 +24,14 @@ from iskander.observation.messages import (
     encode,
 )
 from iskander.observer import loop as loop_module
-from iskander.observer.loop import DRAIN_NS, Copy, ObserverLoop, SampledModels
+from iskander.observer.loop import (
+    DRAIN_NS,
+    TRIM_NS,
+    TRIM_USED_NS,
+    Copy,
+    ObserverLoop,
+    SampledModels,
+)
 from iskander.observer.sample import Consumer, Sample
 
 
@@ -127,3 +134,30 @@ def test_samples_have_an_answer_while_more_of_them_arrive() -> None:
                 answers.append(message.refused)
     assert [len(each) for each in answers] == [SAMPLES_MAX] * 3
     assert [ticket for each in answers for ticket in each] == [ref.ticket for ref in refs]
+
+
+def test_free_memory_is_returned_after_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within seconds after the last sample, and again later, when writers have freed more."""
+
+    class Pool:
+        returned = 0
+
+        def release_unused(self) -> None:
+            self.returned += 1
+
+    pool = Pool()
+    monkeypatch.setattr(loop_module.pa, "default_memory_pool", lambda: pool)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        loop = ObserverLoop(theirs, ObservationConfig(), SampledModels(), {})
+        loop._trim(TRIM_NS)
+        assert pool.returned == 1
+        loop._is_used = True
+        for now_ns, returned in (
+            (TRIM_NS + TRIM_USED_NS - 1, 1),
+            (TRIM_NS + TRIM_USED_NS, 2),
+            (2 * TRIM_NS, 2),
+            (2 * TRIM_NS + TRIM_USED_NS, 3),
+        ):
+            loop._trim(now_ns)
+            assert pool.returned == returned
