@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -70,3 +71,13 @@ def test_http_and_flight_have_the_status_of_invalid_input(gateway: Gateway) -> N
             writer.write_batch(batch("many"))
             writer.done_writing()
             reader.read_chunk()
+
+
+def test_kernel_ends_workers_before_the_gateway(gateway: Gateway) -> None:
+    """If the data of a request make a model ask for too much memory."""
+
+    def score(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+    (pid,) = gateway.worker_pids()
+    assert score(pid) == max(score(gateway.pid), 500)

@@ -28,7 +28,11 @@ from iskander.errors import NotReady, ProtocolError, SegmentError
 from iskander.exit_codes import ExitCode, summary
 from iskander.logs import workers as log
 from iskander.logs.stderr import set_up_worker
-from iskander_worker.affinity import pin_process, set_library_environment
+from iskander_worker.affinity import (
+    pin_process,
+    raise_oom_score,
+    set_library_environment,
+)
 from iskander_worker.devices.cuda import DeviceLost
 
 if TYPE_CHECKING:
@@ -104,6 +108,7 @@ def main() -> None:
 
 
 def _work(arguments: argparse.Namespace) -> int:
+    raise_oom_score()
     set_library_environment()
     sys.setswitchinterval(SWITCH_S)
     path: str = arguments.attach

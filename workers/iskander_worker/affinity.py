@@ -1,4 +1,4 @@
-"""Cores and NUMA memory policy of this process, and thread limits of its libraries.
+"""Cores, NUMA policy and OOM score of this process, and thread limits of its libraries.
 
 Runs on: worker main, before any import that starts threads or touches much memory. Source:
 sched_setaffinity(2).
@@ -6,9 +6,15 @@ sched_setaffinity(2).
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
+from typing import Final
 
 from iskander.memory.numa import prefer_node
+
+OOM_SCORE: Final = 500
+"""Half of the memory of the machine, in thousandths: more than the gateway's score."""
 
 
 def set_library_environment() -> None:
@@ -32,3 +38,15 @@ def pin_process(cpus: tuple[int, ...], node: int | None) -> list[str]:
             notices.append(f"not pinned to the cpus {missing}: they are not in its cpuset")
     notice = prefer_node(node) if node is not None else ""
     return [*notices, notice] if notice else notices
+
+
+def raise_oom_score() -> None:
+    """Let the kernel end this process before the gateway if memory runs out.
+
+    The gateway maps the arenas of all workers, so it may have the highest score otherwise. No
+    privilege is needed to raise one's own score. Source: proc(5), `/proc/PID/oom_score_adj`.
+    """
+    file = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError):
+        if int(file.read_text()) < OOM_SCORE:
+            file.write_text(str(OOM_SCORE))
