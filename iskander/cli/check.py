@@ -122,6 +122,7 @@ def _model_to_json(model: CheckedModel) -> dict[str, Any]:
             {"column": column.column, "type": str(column.type)}
             for column in contract.columns or contract.outputs
         ]
+        shown["rows"] = loaded.rows.to_wire()
     return shown
 
 
@@ -233,6 +234,7 @@ def _rows(model: CheckedModel) -> Iterator[tuple[str, str, str, str]]:
     results = ", ".join(f"{column.column} {column.type}" for column in outputs)
     yield model.title, loaded.providers[0], str(loaded.threads), columns
     yield "", "", "", f"-> {results}"
+    yield "", "", "", f"rows {loaded.rows.summary}"
 
 
 def render_plan(placed: PlacementPlan) -> list[str]:

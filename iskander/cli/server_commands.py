@@ -82,6 +82,10 @@ def _models(arguments: argparse.Namespace) -> int:
     for model in models:
         if model["reason"]:
             print_lines(f"{model['name']}/{model['version']}: {model['reason']}")
+        rows = model.get("rows")
+        if rows and not rows["is_combinable"]:
+            title = f"{model['name']}/{model['version']}"
+            print_lines(f"{title}: requests are not combined: {rows['reason']}")
     return ExitCode.DONE
 
 

@@ -116,9 +116,13 @@ def _worker_table(workers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _notes(title: str, lane: Mapping[str, Any]) -> list[str]:
-    """Counts of rejections and failures by code, and of batches by closing reason."""
+    """Why requests are not combined, and counts by error code and closing reason."""
     kinds = (("refused", "rejected"), ("failed", "failed"), ("closed", "batches closed"))
-    return [
+    relation = lane.get("row_relation")
+    notes = []
+    if relation and not relation["is_combinable"]:
+        notes.append(f"{title}: requests are not combined: {relation['reason']}")
+    return notes + [
         f"{title}: {words}: "
         + ", ".join(f"{name} {format_count(count)}" for name, count in sorted(lane[key].items()))
         for key, words in kinds

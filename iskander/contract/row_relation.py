@@ -55,6 +55,18 @@ class RowRelation(msgspec.Struct, frozen=True, array_like=True):
             return f"the manifest has combine = {text}; measured: {self.verdict}, {self.evidence}"
         return f"its rows are {self.verdict}: {self.evidence}"
 
+    @property
+    def summary(self) -> str:
+        """The verdict and its effect on one line, for people."""
+        if self.is_combinable:
+            note = "" if self.combine is None else ", `combine = true` in the manifest"
+        elif self.combine is None:
+            note = ", requests are not combined"
+        else:
+            note = ", requests are not combined: `combine = false` in the manifest"
+        has_evidence = self.verdict != "independent" and self.evidence
+        return f"{self.verdict}{note}" + (f"; {self.evidence}" if has_evidence else "")
+
     def to_wire(self) -> dict[str, str | bool | None]:
         """Convert to values for JSON: what it is, and what it permits."""
         return {

@@ -34,6 +34,46 @@ def model_quarantined(*, model: str, pause_s: float, reason: str) -> str:
     return f"requests for model {model} are rejected for {pause_s:g} s: {reason}"
 
 
+@supervisor.info("model")
+def requests_combined(*, model: str, by: str, verdict: str, evidence: str) -> str:
+    """Requests for a model may run as one batch, by the measurement of the load or the manifest."""
+    return f"requests for model {model} are combined, by {by}; its rows are {verdict}: {evidence}"
+
+
+@supervisor.info("model")
+def requests_kept_apart(*, model: str, verdict: str, evidence: str) -> str:
+    """Requests for a model run alone and as a whole: its manifest has `combine = false`."""
+    return (
+        f"requests for model {model} are not combined, by `combine = false` in its manifest; its "
+        f"rows are {verdict}: {evidence}"
+    )
+
+
+@supervisor.warning("model", "verdict")
+def requests_not_combined(*, model: str, effects: str, verdict: str, evidence: str) -> str:
+    """Requests for a model run alone: a row's result depends on the other rows, or may do so.
+
+    With the effects "combined, cut or padded", a request has at most `models.max_batch_rows`
+    rows.
+
+    Do: If the rows are known to be independent, or the differences do not matter, set `combine =
+    true` in the manifest. With the verdict undecided, add warm-up samples to it.
+    Set `combine = false` to accept the verdict without this warning.
+    """
+    return f"requests for model {model} are not {effects}: its rows are {verdict}: {evidence}"
+
+
+@supervisor.warning("model")
+def lane_settings_without_effect(*, model: str, settings: str) -> str:
+    """Settings of a lane have no effect, because requests for the model are not combined.
+
+    Do: Remove them, or see `requests_not_combined`.
+    """
+    return (
+        f"settings of model {model} without effect, because its rows are not combined: {settings}"
+    )
+
+
 @supervisor.warning("model")
 def model_quarantine_ended(*, model: str) -> str:
     """The quarantine of a model is over; its next batches decide.

@@ -28,6 +28,7 @@ from iskander.control.messages import (
     Unloaded,
 )
 from iskander.errors import IskanderError, ManifestError
+from iskander.logs import models as model_log
 from iskander.logs import workers as log
 from iskander.scheduling.lane import Lane
 from iskander.supervision.file_freshness import FileFreshness
@@ -303,11 +304,39 @@ class ModelLoader:
             )
             lane.set_contract(answer.contract, answer.rows)
             lane.files_sha256 = answer.files_sha256
+            _report_relation(lane)
         elif lane.contract != answer.contract:
             lane.is_stale = True
             raise ManifestError(CHANGED)
         else:
+            before = lane.relation
             lane.weaken_relation(answer.rows)
+            if lane.relation != before:
+                _report_relation(lane)
+
+
+def _report_relation(lane: Lane) -> None:
+    """Log whether requests are combined, and settings that have no effect if they are not."""
+    relation, title, config = lane.relation, lane.title, lane.config
+    verdict, evidence = relation.verdict, relation.evidence
+    if relation.is_combinable:
+        by = "measurement" if relation.combine is None else "`combine = true` in its manifest"
+        model_log.requests_combined(model=title, by=by, verdict=verdict, evidence=evidence)
+        return
+    if relation.combine is not None:
+        model_log.requests_kept_apart(model=title, verdict=verdict, evidence=evidence)
+    else:
+        effects = "combined, cut or padded" if relation.is_whole else "combined"
+        model_log.requests_not_combined(
+            model=title, effects=effects, verdict=verdict, evidence=evidence
+        )
+    settings = {
+        "preferred_batch_rows": config.preferred_batch_rows,
+        "linger_us": config.linger_us,
+        "pad_to": config.pad_to if relation.is_whole else (),
+    }
+    if names := ", ".join(f"`lane.{name}`" for name, value in settings.items() if value):
+        model_log.lane_settings_without_effect(model=title, settings=names)
 
 
 def _may_build_engines(item: tuple[int, Lane]) -> bool:

@@ -81,6 +81,7 @@ def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
         "ready": is_ready,
         "workers": len(lane.ready),
         "isolated": lane.is_isolated,
+        "row_relation": lane.relation.to_wire() if lane.contract is not None else None,
         "quarantine": lane.quarantine.reason if lane.quarantine is not None else "",
         "outage": lane.outage,
         "queued": queue.requests,

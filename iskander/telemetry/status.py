@@ -52,6 +52,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
         state: One of `STATES`.
         reason: Why it is not ready, or why changed files of it are not served.
         isolated: It runs in a dedicated worker, because its batches crashed others.
+        row_relation: Whether its rows affect each other's results, and the effect.
         workers: Workers that accept its batches.
         requests_per_s: In the last interval, as `rows_per_s`.
         total_p50_ms: From the arrival of a request to its results, in the last interval.
@@ -67,6 +68,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     reason: str = ""
     isolated: bool = False
+    row_relation: str = ""
     workers: int = 0
     requests_per_s: float | None = None
     rows_per_s: float | None = None

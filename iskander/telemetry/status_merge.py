@@ -116,6 +116,7 @@ def _merge_model(models: list[ModelStatus]) -> ModelStatus:
     return replace(
         worst,
         isolated=any(model.isolated for model in models),
+        row_relation=max((model.row_relation for model in models), key=len),
         workers=min(model.workers for model in models),
         **{name: _combine(name, [getattr(model, name) for model in models]) for name in _SAMPLED},
         queue_requests=sum(model.queue_requests for model in models),

@@ -143,6 +143,7 @@ class StatusReader:
             state="quarantined" if lane.quarantine else _STATES.get(entry.state, "not ready"),
             reason=shorten(entry.reason),
             isolated=lane.is_isolated,
+            row_relation=shorten(lane.relation.summary) if lane.contract is not None else "",
             workers=len(lane.ready),
             queue_requests=queue.requests,
             queue_rows=queue.rows,

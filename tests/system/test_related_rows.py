@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -213,3 +215,44 @@ def test_job_that_is_no_request_is_rejected_by_name(gateway: Gateway, tmp_path: 
         gateway, "sums", tmp_path / "in.parquet", "-o", tmp_path / "out", "--on-error", "null"
     )
     assert done.returncode == 2 and "use `fail`" in done.stderr
+
+
+def run(*words: str | Path) -> str:
+    command = [str(BIN / "iskander"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_relation_is_visible(gateway: Gateway) -> None:
+    """In the contract, `models`, `stats`, `check`, the page and the log."""
+    why = "requests are not combined: its rows are dependent: output `y` of row"
+    for action in ("models", "stats"):
+        assert f"sums/1: {why}" in run(action, "--address", gateway.address)
+    (listed,) = [
+        each
+        for each in json.loads(run("models", "--address", gateway.address, "--json"))
+        if each["name"] == "declared"
+    ]
+    rows = listed["rows"]
+    assert (rows["verdict"], rows["combine"], rows["is_whole"]) == ("independent", False, True)
+    checked = run("check", gateway.config)
+    assert "rows dependent, requests are not combined; output `y` of row" in checked
+    assert "rows independent, requests are not combined: `combine = false`" in checked
+    by_name = {
+        each["model"]: each for each in json.loads(run("check", gateway.config, "--json"))["models"]
+    }
+    assert by_name["fixed/1"]["rows"]["verdict"] == "dependent"
+    admin = gateway.stats()["admin_address"]
+    with urllib.request.urlopen(f"http://{admin}/status.json", timeout=30) as response:
+        models = json.load(response)["models"]
+    (shown,) = [each["row_relation"] for each in models if each["name"] == "sums"]
+    assert shown.startswith("dependent, requests are not combined; output `y`")
+    log = gateway.text()
+    assert (
+        "W iskander.supervisor: requests for model sums/1 are not combined, cut or padded: " in log
+    )
+    assert "I iskander.supervisor: requests for model declared/1 are not combined, by" in log
+    settings = "`lane.preferred_batch_rows`, `lane.linger_us`, `lane.pad_to`"
+    assert (
+        f"settings of model sums/1 without effect, because its rows are not combined: {settings}"
+        in log
+    )

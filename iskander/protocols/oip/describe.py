@@ -65,6 +65,7 @@ def config(lane: Lane) -> Any:  # noqa: ANN401
     """Return the configuration of a loaded model as Triton's ModelConfig."""
     contract, settings = lane.contract, lane.config
     platform, backend, file = _backend_names(lane)
+    is_apart = lane.rules.is_apart
     assert contract is not None
     return oip_pb2.ModelConfig(
         name=lane.model.name,
@@ -81,8 +82,8 @@ def config(lane: Lane) -> Any:  # noqa: ANN401
             for spec in contract.outputs
         ],
         dynamic_batching=oip_pb2.ModelDynamicBatching(
-            preferred_batch_size=settings.preferred_batch_rows,
-            max_queue_delay_microseconds=settings.linger_us,
+            preferred_batch_size=() if is_apart else settings.preferred_batch_rows,
+            max_queue_delay_microseconds=0 if is_apart else settings.linger_us,
             priority_levels=PRIORITY_MAX + 1,
             default_priority_level=PRIORITY_DEFAULT + 1,
             default_queue_policy=oip_pb2.ModelQueuePolicy(

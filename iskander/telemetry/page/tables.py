@@ -72,6 +72,7 @@ QUEUES = Table(
         Column("Mean rows", "batch_rows"),
         Column("Rejected", "refusals", "codes"),
         Column("Failed", "failures", "codes"),
+        Column("Relation of rows", "row_relation", "text"),
     ),
 )
 WORKERS = Table(

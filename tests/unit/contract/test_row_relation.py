@@ -50,3 +50,34 @@ def test_weakest_of_two_measurements() -> None:
             assert weakest(*pair).verdict == second
             assert weakest(*reversed(pair)).verdict == second
     assert weakest(INDEPENDENT, INDEPENDENT) is INDEPENDENT
+
+
+@pytest.mark.parametrize(
+    ("relation", "summary"),
+    [
+        (RowRelation("independent", "8 rows"), "independent"),
+        (RowRelation("dependent", "row 3"), "dependent, requests are not combined; row 3"),
+        (
+            RowRelation("dependent", "row 3", combine=True),
+            "dependent, `combine = true` in the manifest; row 3",
+        ),
+        (
+            RowRelation("independent", "8 rows", combine=False),
+            "independent, requests are not combined: `combine = false` in the manifest",
+        ),
+    ],
+)
+def test_summary(relation: RowRelation, summary: str) -> None:
+    assert relation.summary == summary
+
+
+def test_wire_form_has_the_verdict_and_its_effect() -> None:
+    """Clients read it from the contract."""
+    assert RowRelation("approximate", "2 %").to_wire() == {
+        "verdict": "approximate",
+        "evidence": "2 %",
+        "combine": None,
+        "is_combinable": False,
+        "is_whole": False,
+        "reason": "its rows are approximate: 2 %",
+    }
