@@ -24,7 +24,13 @@ from iskander.contract.manifest import Manifest
 from iskander.contract.rows import RowCopier, Rows
 from iskander.contract.strings import split_strings
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
-from iskander.errors import ContractError, LimitExceeded, ManifestError, Superseded
+from iskander.errors import (
+    ContractError,
+    ExecutionFailed,
+    LimitExceeded,
+    ManifestError,
+    Superseded,
+)
 from iskander.memory.arena import Lease
 from iskander.protocols.flight.codec import ParsedBatch, StreamCodec
 from iskander.protocols.flight.exchange import Exchange
@@ -238,6 +244,18 @@ def test_tensors_must_have_the_length_of_a_bucket() -> None:
         assert read_inputs(contract, offered(long), LIMITS).bucket == number
     with pytest.raises(ContractError, match=r"wanted INT64 \[3, 9\], got INT64 \[3, 5\]"):
         read_inputs(contract, offered(5), LIMITS)
+
+
+def test_row_with_which_a_portion_fails_is_that_of_the_whole_batch() -> None:
+    lane = lane_of()
+    portions = [SimpleNamespace(places=np.array(places)) for places in ([0, 3, 4], [1, 2, 5])]
+    split_batch = SplitBatch(CONTRACT, portions, lambda failed: None)  # type: ignore[arg-type]
+    split_batch.requests = [request_of(lane) for _ in portions]
+    failed = ExecutionFailed("stof").located(2, "x")
+    split_batch.fail(split_batch.requests[1], failed)
+    error = split_batch.error
+    assert isinstance(error, ExecutionFailed)
+    assert (error.row, error.message) == (5, "row 5, column `x`: stof")
 
 
 def test_portion_admitted_after_its_batch_failed_releases_its_memory() -> None:
