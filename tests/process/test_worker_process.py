@@ -279,6 +279,15 @@ def test_outputs_with_a_shape_known_after_the_run(
             helper.make_tensor_value_info("minus", TensorProto.INT64, ["rows"]),
         ],
     )
+    # Without it, the load fails, because most generated rows are equal.
+    columns = "".join(
+        f'[[outputs]]\ntensor = "{name}"\ncolumn = "{name}"\ntype = "int64"\n'
+        for name in ("same", "y", "minus")
+    )
+    (folder / "manifest.toml").write_text(
+        "format = 1\ncombine = false\n"
+        f'[[inputs]]\ntensor = "x"\ncolumn = "x"\ntype = "int64"\n{columns}'
+    )
     gateway.send(Load(model_spec(folder)))
     loaded = gateway.receive()
     assert isinstance(loaded, Loaded)

@@ -277,7 +277,7 @@ class Session:
             wanted = fixed or min(rows, PROOF_ROWS[-1])
             if wanted <= rows:
                 batches.append((wanted, {name: each[:wanted] for name, each in inputs.items()}))
-        unbound = unbound_outputs(self, batches)
+        unbound = unbound_outputs(self, batches, may_differ=self._combine is not None)
         if unbound:
             self.measurement = Measurement(unbound)
             for session in (*self._buckets, self):

@@ -70,8 +70,12 @@ class ProvedModel(Protocol):
         """The results before their rows are checked, as `Model.compute`."""
 
 
-def unbound_outputs(model: ProvedModel, batches: Sequence[Batch]) -> tuple[str, ...]:
+def unbound_outputs(
+    model: ProvedModel, batches: Sequence[Batch], *, may_differ: bool = False
+) -> tuple[str, ...]:
     """The bound outputs that must be copied instead; empty for a model that binds nothing.
+
+    `may_differ`: the manifest accepts that batches of some rows have results of another shape.
 
     Raises:
         ManifestError: An output has another shape than its declaration in every batch that runs, or
@@ -103,7 +107,7 @@ def unbound_outputs(model: ProvedModel, batches: Sequence[Batch]) -> tuple[str, 
             )
     for name, found in shapes.items():
         several = [each for each in found if each.rows > 1] or found
-        if several and not any(each.fits for each in several):
+        if several and not may_differ and not any(each.fits for each in several):
             raise ManifestError(
                 f"output `{name}` has the shape {several[0].text} by its declaration: every "
                 "request would fail"
