@@ -33,8 +33,9 @@ class Recipe(NamedTuple):
 
     Attributes:
         text: The body, or the whole graph if it begins with `g (`.
-        relation: What is true of its rows: `independent`, `dependent`, `approximate`, or `constant`
-            if an output is the same for all rows.
+        relation: What is true of its rows: `independent`, `dependent`, `approximate`, `constant` if
+            an output is the same for all rows, `filter` if there are other results than rows,
+            `unrepeatable` if two runs differ.
         rows: The fixed first axis; 0: open.
     """
 
@@ -320,7 +321,7 @@ DEPENDENT = {
         "dependent", (("float", 2),)),
     "batch-norm": Recipe(
         "g (float[n,3] x) => (float[n,3] y) <float[3] o = {{1, 1, 1}}, float[3] z = {{0, 0, 0}}> "
-        "{{ y, a, b = BatchNormalization<training_mode = 1>(x, o, z, z, o) }}", "dependent",
+        "{{ y, a, b = BatchNormalization<training_mode = 1>(x, o, z, z, o) }}", "unrepeatable",
         (("float", 3),)),
     "max-everywhere": Recipe("m = ReduceMax<keepdims = 0>(x) b = Constant<value_float = 100.0>() "
                              "l = CastLike(b, x) c = Greater(m, l) n1 = Neg(x) y = Where(c, n1, x)",
@@ -340,9 +341,9 @@ DEPENDENT = {
     "filter": Recipe("g (float[n] x) => (int64[m,1] y) {{ z = NonZero(x) y = Transpose(z) }}",
                      "dependent", (("float", 1),)),
     "compress": Recipe("g (float[n] x) => (float[m] y) {{ o = Constant<value_float = 0.0>() "
-                       "c = Greater(x, o) y = Compress<axis = 0>(x, c) }}", "dependent",
+                       "c = Greater(x, o) y = Compress<axis = 0>(x, c) }}", "filter",
                        (("float", 1),)),
-    "unique": Recipe("g (float[n] x) => (float[m] y) {{ y = Unique<sorted = 1>(x) }}", "dependent",
+    "unique": Recipe("g (float[n] x) => (float[m] y) {{ y = Unique<sorted = 1>(x) }}", "filter",
                      (("float", 1),)),
     "fixed-mean": Recipe("g (float[4,{k}] x) => (float[4,{k}] y) "
                          "{{ m = ReduceMean<axes = [0], keepdims = 1>(x) y = Sub(x, m) }}",

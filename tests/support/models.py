@@ -255,12 +255,14 @@ def in_process(folder: Path, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     )
     nodes = (*session.get_inputs(), *session.get_outputs())
     if any(node.type == "tensor(bfloat16)" for node in nodes):
-        return _with_bfloat16(session, feeds)
+        return run_with_bfloat16(session, feeds)
     results: list[np.ndarray] = session.run(None, feeds)
     return results
 
 
-def _with_bfloat16(session: ort.InferenceSession, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+def run_with_bfloat16(
+    session: ort.InferenceSession, feeds: dict[str, np.ndarray]
+) -> list[np.ndarray]:
     """The same with explicit element types: NumPy has no bfloat16."""
     half = helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)
     values = {}

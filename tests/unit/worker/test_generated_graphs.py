@@ -13,11 +13,10 @@ from support.scripted import model_spec
 from iskander.errors import ManifestError
 
 OTHERWISE = {
-    "batch-norm-float-3": "undecided",  # Its statistics change with each run.
     "quantized-tanh-float-4": "dependent",  # Its steps are above 5 % of the results.
 }
-VERDICTS = {"constant": "undecided"}
-"""Verdict about a graph that is right but says less."""
+VERDICTS = {"constant": "undecided", "unrepeatable": "undecided"}
+"""Verdicts of graphs whose results show nothing about other rows."""
 
 
 @pytest.mark.parametrize("graph", generated(), ids=lambda graph: graph.name)
@@ -28,8 +27,9 @@ def test_verdict(graph: Generated, tmp_path: Path) -> None:
         session.warm_up(1000)
         session.measure(is_confined=True)
     except ManifestError as error:
-        assert graph.recipe.relation == "dependent"
+        assert graph.recipe.relation == "filter"
         assert "cannot be assigned to rows" in error.message
+        return
     finally:
         session.close()
     relation = graph.recipe.relation
