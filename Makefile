@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup quickstart serve test test-fast test-all test-engines test-kserve test-deb deb lint fmt test-gpu bench bench-gpu bench-peers bench-scheduling endurance docs wheel ci clean
+.PHONY: setup quickstart serve test test-fast test-all test-engines test-kserve test-onnx test-deb deb lint fmt test-gpu bench bench-gpu bench-peers bench-scheduling endurance docs wheel ci clean
 
 setup: .venv/.installed
 
@@ -52,6 +52,11 @@ test-kserve: .venv/.installed-tests
 	build/kserve/bin/python -m pip install --quiet --disable-pip-version-check kserve
 	KSERVE_PYTHON=$(CURDIR)/build/kserve/bin/python \
 	    $(BIN)/pytest tests/system/test_oip_kserve.py tests/system/test_protocols_page.py
+
+# ONNX's backend suite over gRPC, HTTP and Flight, compared with ONNX Runtime in process; 6 minutes on two
+# cores. It replaces the table of docs/conformance.md.
+test-onnx: .venv/.installed-tests
+	$(BIN)/python tests/onnx_suite/run.py --write --log build/onnx-suite.jsonl
 
 # On a machine with an NVIDIA GPU; without a card each test is skipped by name, and those of TensorRT also
 # without its libraries (`pip install 'tensorrt-cu13-libs>=10,<11'`).
