@@ -554,3 +554,24 @@ def test_large_row_groups_need_no_more_memory_than_permitted(place: Path, tmp_pa
         assert "needs more memory, limit 314,572,800 bytes" in text
         assert read(client, "rows").num_rows == ROWS
     os.unlink(place / "changing" / "large.parquet")
+
+
+def test_unread_read_gives_its_process_to_another_client(place: Path, tmp_path: Path) -> None:
+    """All processes are held by reads of several connections that are not read."""
+    with (
+        serve(place, tmp_path, source_reads={"streams": 2}) as gateway,
+        connect(gateway) as first,
+        connect(gateway) as second,
+        connect(gateway) as other,
+    ):
+        unread = [blocked_read(first), blocked_read(second)]
+        assert settled(gateway)["open"] == 2
+        assert read(other, "one").num_rows > 0
+        # No status can follow a part of a message, so the client gets a reset.
+        with pytest.raises(FLIGHT_ERRORS):
+            while unread[0].read_chunk():
+                pass
+        unread[1].cancel()
+        eventually(lambda: reads_of(gateway)["open"] == 0, what="the end of the reads")
+        ended = reads_of(gateway)["ended"]
+        assert (ended["overloaded"], ended["cancelled"]) == (1, 1)
