@@ -1,4 +1,4 @@
-"""Nodes and buffers of Arrow types in a batch header, and their dictionaries.
+"""Numbers of nodes, buffers and dictionaries that a record batch has for its Arrow types.
 
 Pure. Runs on: gateway loop, and the threads that build plans.
 
@@ -18,12 +18,14 @@ from iskander.arrow.types import is_string, storage_of
 
 
 class Layout(NamedTuple):
-    """The nodes and buffers of a column, in depth-first order.
+    """Numbers of nodes, buffers and dictionaries of a column.
 
     Attributes:
-        texts: Buffers with the bytes of strings.
+        nodes: Number of nodes.
+        buffers: Number of buffers, without the data buffers of string views.
+        texts: Positions of the buffers with the bytes of strings, from the column's first buffer.
         has_views: Whether it has string views, whose number of buffers depends on the data.
-        dictionaries: Number of dictionaries, also of those inside dictionaries.
+        dictionaries: Number of dictionaries, including those inside the values of others.
     """
 
     nodes: int
@@ -37,13 +39,14 @@ class SchemaLayout:
     """Layout of a schema's batches.
 
     Attributes:
-        nodes: Nodes of a batch.
+        columns: Layout of each column.
+        nodes: Number of nodes of a batch.
         dictionaries: Number of dictionaries at all depths.
         dictionary_columns: Indices of the columns that are dictionaries.
         nested_columns: Indices of the columns with dictionaries inside their types.
         has_inner_dictionaries: Whether a dictionary has dictionaries inside its values.
         view_columns: Indices of the columns with string views.
-        starts: First buffer of each column, if no column has views.
+        starts: Position of each column's first buffer; wrong after a column with views.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -66,12 +69,12 @@ class SchemaLayout:
         self.starts = [0, *ends]
 
     def texts(self, columns: Iterable[int]) -> list[int]:
-        """Buffers with the bytes of the strings of some columns."""
+        """Positions of the buffers with the bytes of strings, of the columns with these indices."""
         return [self.starts[i] + text for i in columns for text in self.columns[i].texts]
 
 
 def layout_of(arrow: pa.DataType) -> Layout:
-    """The layout of one column of this type; offsets are relative to its first buffer."""
+    """Layout of one column of this type."""
     arrow = storage_of(arrow)
     if pa.types.is_dictionary(arrow):
         inner = layout_of(arrow.value_type)
@@ -117,7 +120,7 @@ def dictionaries_of(array: pa.Array) -> Iterator[pa.Array]:
 
 
 def without_values(arrow: pa.DataType) -> pa.DataType:
-    """A type with the same layout in a batch, whose dictionaries have values of type null."""
+    """Replace the value types of a type's dictionaries by null; the batch layout stays the same."""
     arrow = storage_of(arrow)
     if pa.types.is_dictionary(arrow):
         return pa.dictionary(arrow.index_type, pa.null())
@@ -150,7 +153,7 @@ _NESTED: tuple[tuple[Callable[[pa.DataType], bool], Callable[..., pa.DataType]],
 
 
 def _outer_dictionaries(arrow: pa.DataType) -> int:
-    """Dictionaries of a type that are not inside others."""
+    """Number of dictionaries of a type that are not inside the values of others."""
     arrow = storage_of(arrow)
     if pa.types.is_dictionary(arrow):
         return 1
@@ -158,7 +161,7 @@ def _outer_dictionaries(arrow: pa.DataType) -> int:
 
 
 def _own_buffers(arrow: pa.DataType) -> int:
-    """Buffers of a type beside those of its children."""
+    """Number of buffers of a type, without those of its children."""
     types = pa.types
     if types.is_null(arrow) or types.is_run_end_encoded(arrow):
         return 0

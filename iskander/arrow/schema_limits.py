@@ -1,8 +1,8 @@
 """Limits of a schema, checked in its header before pyarrow builds its types.
 
-A field of a few bytes can describe much more: tables and texts of a flatbuffer may be used several
-times, and a decimal's scale is an exponent. So the header is walked first: each use of a field
-counts, and the walk ends at the first limit.
+A short header can describe a very large schema: a flatbuffer may refer to one table or text several
+times, and a decimal's scale is an exponent. So the fields are visited in the header first. A field
+counts at each reference to it, and the visit ends at the first exceeded limit.
 
 Runs on: gateway loop, and the threads that build plans. Source: Arrow columnar format 1.5,
 Schema.fbs.
@@ -29,9 +29,9 @@ DECIMAL_DIGITS: Final = {32: 9, 64: 18, 128: 38, 256: 76}
 SCALE_MAX: Final = 38
 """Digits of a decimal's scale, in both directions; 76 for `decimal256`."""
 PAIR_BYTES: Final = 8
-"""Counted for each pair of metadata in addition to its texts."""
+"""Bytes counted for each pair of metadata in addition to its texts."""
 NAME_CHARACTERS: Final = 100
-"""Part of a column's name in an error."""
+"""Characters of a column's name that an error shows."""
 
 
 def require_schema_limits(header: bytes, limits: LimitsConfig) -> None:
@@ -43,13 +43,13 @@ def require_schema_limits(header: bytes, limits: LimitsConfig) -> None:
     """
     message = ipc.read_message(header)
     try:
-        _Walk(header, limits).schema(message.table)
+        _SchemaVisit(header, limits).check_schema(message.table)
     except (struct.error, IndexError):
         raise MalformedInput("the schema header is truncated") from None
 
 
-class _Walk:
-    """One walk over the fields of a header; raises `struct.error` outside it."""
+class _SchemaVisit:
+    """One visit of all fields; raises `struct.error` for a reference out of the header."""
 
     def __init__(self, header: bytes, limits: LimitsConfig) -> None:
         self._header = header
@@ -57,21 +57,25 @@ class _Walk:
         self._column = ""
         self._fields = self._metadata_bytes = self._text_bytes = 0
 
-    def schema(self, table: int) -> None:
-        """Check a schema."""
+    def check_schema(self, table: int) -> None:
+        """Check the schema at this position of the header."""
         limits = self._limits
         fields = ipc.read_tables(self._header, table, _FIELDS, limits.columns)
         if fields is None:
             count = ipc.vector_length(self._header, table, _FIELDS)
             text = f"the batch has {count} columns, limit {limits.columns} (`limits.columns`)"
             raise LimitExceeded(text, wanted=limits.columns)
-        self._metadata(table, _SCHEMA_METADATA)
+        self._check_metadata(table, _SCHEMA_METADATA)
         for field in fields:
-            self._column = self._text(field, _NAME)[:NAME_CHARACTERS]
-            self._field(field, 1, 1)
+            self._column = self._read_text(field, _NAME)[:NAME_CHARACTERS]
+            self._check_field(field, 1, 1)
 
-    def _field(self, field: int, level: int, depth: int) -> None:
-        """Check a field; run-end encoding is a `level`, but adds no `depth`."""
+    def _check_field(self, field: int, level: int, depth: int) -> None:
+        """Check a field and its children.
+
+        `level` counts the fields from the column to this one; `depth` does not count those of
+        run-end encoding.
+        """
         header, limits = self._header, self._limits
         self._fields += 1
         if self._fields > limits.fields:
@@ -84,11 +88,11 @@ class _Walk:
             text = f"column `{self._column}` has more than {limit}"
             raise LimitExceeded(text, column=self._column)
         if level > 1:
-            self._text(field, _NAME)
-        self._metadata(field, _METADATA)
+            self._read_text(field, _NAME)
+        self._check_metadata(field, _METADATA)
         kind = ipc.read_number(header, field, _TYPE_KIND, "<B")
         if kind in (_DECIMAL, _TIMESTAMP, _UNION, _FIXED_BINARY, _FIXED_LIST):
-            self._type(kind, ipc.read_table(header, field, _TYPE))
+            self._check_type(kind, ipc.read_table(header, field, _TYPE))
         children = ipc.read_tables(header, field, _CHILDREN, limits.fields)
         if children is None:
             count = ipc.vector_length(header, field, _CHILDREN)
@@ -98,17 +102,18 @@ class _Walk:
         if kind != _RUN_ENDS:
             depth += 1
         for child in children:
-            self._field(child, level + 1, depth)
+            self._check_field(child, level + 1, depth)
 
-    def _type(self, kind: int, table: int) -> None:
+    def _check_type(self, kind: int, table: int) -> None:
+        """Check the parameters of a type."""
         header, column = self._header, self._column
         if kind == _TIMESTAMP:
-            self._text(table, _TIME_ZONE)
+            self._read_text(table, _TIME_ZONE)
         elif kind == _UNION:
-            self._count(4 * ipc.vector_length(header, table, _TYPE_IDS))
+            self._count_bytes(4 * ipc.vector_length(header, table, _TYPE_IDS))
         elif kind == _DECIMAL:
             bits = ipc.read_number(header, table, _DECIMAL_BITS, "<i", _DEFAULT_BITS)
-            self._decimal(
+            self._check_decimal(
                 bits,
                 ipc.read_number(header, table, _PRECISION, "<i"),
                 ipc.read_number(header, table, _SCALE, "<i"),
@@ -118,7 +123,7 @@ class _Walk:
             text = f"column `{column}` has {what} of a negative size"
             raise MalformedInput(text, column=column)
 
-    def _decimal(self, bits: int, precision: int, scale: int) -> None:
+    def _check_decimal(self, bits: int, precision: int, scale: int) -> None:
         digits = DECIMAL_DIGITS.get(bits, 0)
         scale_max = max(digits, SCALE_MAX)
         if not 1 <= precision <= digits:
@@ -130,28 +135,29 @@ class _Walk:
             return
         raise MalformedInput(f"column `{self._column}` {text}", column=self._column)
 
-    def _metadata(self, table: int, slot: int) -> None:
-        """Count the custom metadata of a schema or field."""
+    def _check_metadata(self, table: int, slot: int) -> None:
+        """Count and check the custom metadata of a schema or field."""
         limit = self._limits.schema_metadata_bytes
         pairs = ipc.read_tables(self._header, table, slot, len(self._header) // 8)
         if pairs is None:
-            raise struct.error
+            raise struct.error  # The header is too short for so many pairs.
         for pair in pairs:
             self._metadata_bytes += PAIR_BYTES
             for part in (_KEY, _VALUE):
                 size = ipc.vector_length(self._header, pair, part)
-                self._count(size)
+                self._count_bytes(size)
                 self._metadata_bytes += size
             if self._metadata_bytes > limit:
                 text = f"the metadata of the schema and its fields has more than {limit} bytes"
                 raise LimitExceeded(f"{text} (`limits.schema_metadata_bytes`)", wanted=limit)
 
-    def _text(self, table: int, slot: int) -> str:
+    def _read_text(self, table: int, slot: int) -> str:
+        """Read a text and count its bytes."""
         raw = ipc.read_text(self._header, table, slot)
-        self._count(len(raw))
+        self._count_bytes(len(raw))
         return raw.decode(errors="replace")
 
-    def _count(self, size: int) -> None:
+    def _count_bytes(self, size: int) -> None:
         """Count the bytes of a text or vector: pyarrow copies them at each use."""
         self._text_bytes += size
         if self._text_bytes > len(self._header):

@@ -1,12 +1,12 @@
 """Shares of sources in countable resources, such as streams, regions and handshakes.
 
     leaves_enough   a source holds at most eight times what it leaves free
-    may_take        the same for one more item; a source without any may take the last one
-    SourceTable     items by source, and the search for an idle one
-    Shares          both: a source with fewer items takes an idle one of a source with more
+    may_take        the same for one more item; a source without items may take the last one
+    SourceTable     items by source, and the search for an idle item
+    Shares          both: a source may take an item back that is idle at a source with more items
 
-So no number of sources fills a resource completely, and what is held without progress is taken back
-while others wait. Each operation has a bounded cost. A search examines at most `EXAMINED_MAX`
+So sources with several items never fill a resource, and an item without progress is taken back when
+another source needs it. Each operation has a bounded cost. A search examines at most `EXAMINED_MAX`
 items, sources with the most items first, and moves busy items to the end of their source.
 
 Pure. Source: dynamic queue thresholds (Choudhury and Hahne, 1998).
@@ -22,7 +22,7 @@ from typing import Final, Generic, TypeVar
 FREE_SHARE: Final = 8
 """A source may hold at most this multiple of the free capacity that it leaves."""
 SHARED_MIN: Final = FREE_SHARE + 1
-"""Smallest limit with a part for sources with few items."""
+"""Smallest limit of which a part stays free for sources with few items."""
 EXAMINED_MAX: Final = 64
 """Items examined by one search."""
 IDLE_NS: Final = 2_000_000_000
@@ -32,14 +32,15 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 def leaves_enough(own: int, free: int) -> bool:
-    """Return whether a source with `own` of a resource leaves enough of it, `free`, to others."""
+    """Return whether a source that holds `own` units leaves enough if `free` units are free."""
     return own <= FREE_SHARE * free
 
 
 def may_take(limit: int, used: int, own: int, *, shared_from: int = SHARED_MIN) -> bool:
-    """Return whether a source that holds `own` items may take another of a number of `limit`.
+    """Return whether a source that holds `own` items may take one more.
 
-    A limit below `shared_from` has no part for others: one item would be too large a part.
+    `used` of `limit` items are held by all sources. A limit below `shared_from` keeps nothing free
+    for others, because even one item would be too large a part of it.
     """
     free = limit - used - 1
     return free >= 0 and (not own or limit < shared_from or leaves_enough(own + 1, free))
@@ -82,7 +83,9 @@ class SourceTable(Generic[Item]):
     def oldest_idle(
         self, idle_since: Callable[[Item], int], source: Hashable | None = None
     ) -> Item | None:
-        """Return the longest idle item; sources with the most items are searched first.
+        """Return the longest idle item of the sources with the most items that have an idle one.
+
+        The items that are examined and busy move to the end of their source.
 
         Args:
             idle_since: Start of an item's idle time; 0 if busy.
@@ -111,7 +114,10 @@ class SourceTable(Generic[Item]):
         return None
 
     def _levels(self, source: Hashable | None) -> Iterator[list[Hashable]]:
-        """Yield the sources of each count, highest first; move them to the end of their level."""
+        """Yield the sources of each number of items, the highest number first.
+
+        They move to the end of their level, so that the next search begins with others.
+        """
         if source is not None:
             yield [source]
             return
@@ -169,7 +175,7 @@ class Shares(Generic[Item]):
     def make_room(self, source: Hashable, limit: int, now_ns: int) -> bool:
         """Return whether a source may add an item, after taking one back if necessary.
 
-        Items above a lower limit stay.
+        No item is taken back while more than `limit` are held, after the limit was lowered.
         """
         own = self._table.count(source)
         if may_take(limit, len(self), own):

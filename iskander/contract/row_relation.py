@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 Verdict = Literal["independent", "approximate", "undecided", "dependent"]
-"""In the order of what they permit, the most first."""
+"""In order: the first verdict permits the most."""
 
 _ORDER: tuple[Verdict, ...] = ("independent", "approximate", "undecided", "dependent")
 EVIDENCE_CHARACTERS_MAX = 400
@@ -49,7 +49,7 @@ class RowRelation(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def reason(self) -> str:
-        """Why requests are not combined; of a model whose requests are, what was measured."""
+        """Why requests are not combined; for a combinable model, what was measured."""
         if self.combine is not None:
             text = "true" if self.combine else "false"
             return f"the manifest has combine = {text}; measured: {self.verdict}, {self.evidence}"
@@ -68,7 +68,7 @@ class RowRelation(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.verdict}{note}" + (f"; {self.evidence}" if has_evidence else "")
 
     def to_wire(self) -> dict[str, str | bool | None]:
-        """Convert to values for JSON: what it is, and what it permits."""
+        """Convert to values for JSON: the verdict, and what it permits."""
         return {
             "verdict": self.verdict,
             "evidence": self.evidence,
@@ -83,6 +83,6 @@ INDEPENDENT = RowRelation("independent", "")
 
 
 def weakest(first: RowRelation, second: RowRelation) -> RowRelation:
-    """The relation that permits less, of two measurements of one model version."""
+    """Return the relation that permits less, from two measurements of one model version."""
     is_weaker = _ORDER.index(second.verdict) > _ORDER.index(first.verdict)
     return second if is_weaker else first

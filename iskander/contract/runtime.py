@@ -1,7 +1,7 @@
 """Runtime of a loaded model: library, execution providers and threads.
 
-They change the last bits of results. Two jobs, or two servers of one job, whose results have to be
-equal to the bit have the same.
+Each of them changes the last bits of results. So two jobs, or two servers of one job, need the same
+runtime if their results must have equal bits.
 
 Pure. Runs on: gateway and workers.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 LIBRARY_CHARACTERS_MAX = 200
 PROVIDERS_MAX = 16
 RUNTIMES_MAX = 16
-"""Runtimes of one model version: of workers with other devices or numbers of cores."""
+"""Runtimes of one model version; they differ by the devices and cores of its workers."""
 SEPARATOR = " | "
 
 
@@ -41,7 +41,7 @@ class Runtime(NamedTuple):
 
 
 def make_runtime(library: str, providers: Iterable[str], threads: int) -> Runtime:
-    """Make a runtime of limited size, of the values that a worker sent."""
+    """Make a runtime from the values that a worker sent, cut to their limits."""
     names = [each[:LIBRARY_CHARACTERS_MAX] for each in providers]
     return Runtime(library[:LIBRARY_CHARACTERS_MAX], tuple(names[:PROVIDERS_MAX]), threads)
 

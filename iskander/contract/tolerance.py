@@ -1,8 +1,8 @@
 """Tolerance of results: when two results of the same row count as equal.
 
-A runtime adds numbers in another order, and computes the last elements of a tensor by other
-instructions, when a batch has another size or more threads. So equal rows do not give equal bits.
-Two results are equal within the tolerance if
+The size of a batch and the number of threads change the order in which a runtime adds numbers, and
+the instructions for the last elements of a tensor. So equal rows do not always give equal bits. Two
+results are equal within the tolerance if
 
     |a - b| <= RELATIVE * |b| + ABSOLUTE * scale,     scale = the largest |b| of the output
 
@@ -70,9 +70,10 @@ def mismatches(
 
 
 def difference(found: np.ndarray, expected: np.ndarray, scale: float | None = None) -> float:
-    """The largest difference as a share of the scale; for other types, of unequal elements.
+    """The largest difference between floats, as a share of the scale, at most 1.
 
-    1 for a difference between a finite and another number.
+    It is 1 if an unequal element is NaN or infinite. For other types, the result is the share of
+    unequal elements.
     """
     if not expected.size:
         return 0.0

@@ -15,7 +15,7 @@ from iskander.errors import IskanderError
 from iskander.scoring.execution import require_runtimes, runtime_terms
 
 CALL_S: Final = 5.0
-"""Time for a server to describe the model; one that is away is compared by its calls."""
+"""Time limit of a description. A server that does not answer checks the terms of its calls."""
 
 
 def common_runtimes(
@@ -25,9 +25,9 @@ def common_runtimes(
     *,
     open_client: Callable[..., Any] = Client,
 ) -> dict[str, str]:
-    """Compare all servers that answer with the described one; return the terms of all calls.
+    """Require equal runtimes of all servers that answer; return the terms for the job's calls.
 
-    With these terms, a server that joins later or was away rejects calls if it differs.
+    With these terms, a server that did not answer or joins later rejects calls if it differs.
 
     Args:
         description: The model, as one of the servers describes it.

@@ -1,4 +1,4 @@
-"""Answers that are rendered once for all callers who wait for the same.
+"""Answers that are rendered once for all callers that wait for the same answer.
 
 A render begins after the arrival of all of its callers, so no answer is older than its call. One
 render runs at a time, in steps, and the next begins `PAUSE_S` later: any number of callers costs
@@ -22,20 +22,20 @@ Render = Callable[[], Awaitable[list[bytes]]]
 
 
 class SharedAnswers:
-    """Calls that wait for a render, by what it renders."""
+    """Renders each answer once for the calls that wait for it."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, list[asyncio.Future[list[bytes]]]] = {}
         self._renders: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
-        self._free_s = 0.0
+        self._next_s = 0.0
 
     async def get(self, key: Hashable, render: Render) -> list[bytes]:
         """Return the messages of an answer.
 
         Args:
             key: Equal for calls with the same answer: what is asked, and what the caller may see.
-            render: Renders it; its error is that of all callers.
+            render: Renders the answer; an error that it raises is raised for all callers.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[bytes]] = loop.create_future()
@@ -50,12 +50,13 @@ class SharedAnswers:
         return await answer
 
     async def _render(self, key: Hashable, render: Render) -> None:
+        """Render an answer after the pause, and give it to its callers."""
         loop = asyncio.get_running_loop()
         async with self._turn:
-            pause_s = self._free_s - loop.time()
+            pause_s = self._next_s - loop.time()
             if pause_s > 0:
                 await asyncio.sleep(pause_s)
-            # Later callers get a later answer.
+            # A call that comes from here on waits for the next render.
             calls = self._waiting.pop(key)
             messages: list[bytes] = []
             error: Exception | None = None
@@ -73,4 +74,4 @@ class SharedAnswers:
                     call.set_result(messages)
                 else:
                     call.set_exception(error)
-            self._free_s = loop.time() + PAUSE_S
+            self._next_s = loop.time() + PAUSE_S

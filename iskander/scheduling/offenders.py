@@ -1,8 +1,9 @@
 """Sources whose requests ended workers: their requests are rejected for a time that doubles.
 
-A request is known to end workers when it has ended one alone. Its source is then slowed for that
-model, so that others of the model get its worker. Until the source is forgotten, its requests run
-alone, and one ended worker is enough. A source with a token is the same on all its connections.
+A request is known to end workers when a worker ended while it ran that request alone. New requests
+of its source for that model are then rejected for a pause, so that other sources get the worker.
+Until the source is forgotten, its requests run alone, so that one ended worker is enough to know
+the request. A source with a token is the same source on all its connections.
 
 Pure.
 """
@@ -22,20 +23,21 @@ FORGET_NS: Final = 300 * NS_PER_S
 SOURCES_MAX: Final = 1024
 
 Party: TypeAlias = str | int
+"""Token or connection of a source, as in `Source.party`."""
 
 
 class Offenders:
-    """Slowed sources of one lane, the one that was noted last at the end."""
+    """Sources of one lane whose requests ended workers, in the order of their last such request."""
 
     def __init__(self) -> None:
-        self._until_ns: dict[Party, int] = {}
+        self._until_ns: dict[Party, int] = {}  # End of the latest pause.
         self._counts: dict[Party, int] = {}
 
     def __len__(self) -> int:
         return len(self._until_ns)
 
     def note(self, source: Source, now_ns: int) -> None:
-        """Count a request of a source that has ended workers, and begin its pause."""
+        """Count a request that ended workers, and begin the pause of its source."""
         party = source.party
         if now_ns - self._until_ns.pop(party, now_ns) > FORGET_NS:
             self._counts.pop(party, None)
@@ -46,7 +48,7 @@ class Offenders:
             self._forget(next(iter(self._until_ns)))
 
     def is_known(self, source: Source, now_ns: int) -> bool:
-        """Whether a request of a source has ended workers, and it is not forgotten."""
+        """Whether requests of a source have ended workers, and the source is not forgotten."""
         until_ns = self._until_ns.get(source.party)
         if until_ns is None:
             return False
@@ -56,7 +58,7 @@ class Offenders:
         return False
 
     def error(self, source: Source, now_ns: int, title: str) -> ClientOverShare | None:
-        """The error of a new request of a source; None: it is accepted."""
+        """The error of a new request during the pause of its source, else None."""
         if not self.is_known(source, now_ns):
             return None
         party = source.party
@@ -66,7 +68,7 @@ class Offenders:
         left_ms = left_ns // NS_PER_MS + 1
         return ClientOverShare(
             f"requests of this client ended workers of model `{title}` {self._counts[party]} "
-            f"times; others are accepted in {left_ms} ms",
+            f"times; its requests are accepted again in {left_ms} ms",
             retry_after_ms=left_ms,
         )
 

@@ -35,24 +35,25 @@ def execution(description: ModelDescription) -> dict[str, str]:
 
 
 def runtime_terms(description: ModelDescription) -> dict[str, str]:
-    """Return terms of calls that only servers with these runtimes accept; empty without any.
+    """Return terms for calls, with which a server with other runtimes rejects them.
 
-    If rows are cut into batches, servers whose model does not permit that reject the calls, too.
+    They are empty if the description names no runtimes. If the job cuts the rows into batches, the
+    terms say so, and a server whose model does not permit that rejects the calls, too.
     """
     names = [str(each["name"]) for each in _runtimes(description)]
     return {**({TERM: SEPARATOR.join(names)} if names else {}), **description.cut_terms}
 
 
 def require_runtimes(planned: ModelDescription, found: ModelDescription, where: str) -> None:
-    """Require a server that runs a model with planned runtimes.
+    """Require that a server runs a model only with runtimes that were planned.
 
     Args:
         planned: Description with which a job was planned.
         found: Description of the same model at another time, or of another server.
-        where: What is described, for the message.
+        where: Server or time of the description `found`, for the message.
 
     Raises:
-        RuntimeDiffers: It has another one.
+        RuntimeDiffers: The server has another runtime.
     """
     wanted, given = _runtimes(planned), _runtimes(found)
     if all(each in wanted for each in given):

@@ -1,7 +1,7 @@
-"""Threads for conversions and plans: few of them, and callers take turns.
+"""Small thread pool for conversions and plans, in which callers take turns.
 
-A message of 500 bytes may need 100 ms of a thread. Two threads leave cores for the event loop and
-the workers, and a caller with a thousand such messages delays another by one or two of them.
+A message of 500 bytes may occupy a thread for 100 ms. Two threads leave cores for the event loop
+and the workers. A caller with a thousand such messages delays another caller by one or two of them.
 
 Runs on: gateway loop, and threads of its own.
 """
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class FairThreads:
-    """Threads with a queue of turns for each caller; a caller is any hashable object."""
+    """Thread pool with a queue for each caller; a caller is any hashable object."""
 
     def __init__(self, count: int = THREADS_MAX) -> None:
         self._free = count
@@ -29,7 +29,10 @@ class FairThreads:
 
     @asynccontextmanager
     async def turn(self, caller: object) -> AsyncIterator[None]:
-        """Wait for a free thread; memory that the work needs is charged inside."""
+        """Wait for a free thread and reserve it for the body of the context.
+
+        Charge the memory of the work in the body, so that a waiting caller holds none.
+        """
         if self._free and not self._waiting:
             self._free -= 1
         else:
@@ -37,13 +40,14 @@ class FairThreads:
         try:
             yield
         finally:
-            self._leave()
+            self._pass_on()
 
     async def run(self, function: Callable[..., Result], *args: object) -> Result:
         """Run a function on a thread; call within a turn."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
     async def _wait(self, caller: object) -> None:
+        """Queue a turn of the caller and wait for it."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(caller, deque()).append(turn)
         try:
@@ -55,11 +59,11 @@ class FairThreads:
                 if not queue:
                     del self._waiting[caller]
             elif turn.done() and not turn.cancelled():
-                self._leave()  # It was this caller's turn.
+                self._pass_on()  # Cancelled after the thread was reserved for it.
             raise
 
-    def _leave(self) -> None:
-        """Give the thread to the caller whose last turn is the longest ago."""
+    def _pass_on(self) -> None:
+        """Pass the thread to the caller with the earliest last turn, or free it."""
         while self._waiting:
             caller, queue = self._waiting.popitem(last=False)
             turn = queue.popleft()

@@ -1,7 +1,7 @@
-"""Plans of open streams and a cache of others, charged to the receive budget.
+"""Plans in use by open streams and a cache of idle ones, charged to the receive budget.
 
-A plan has many times the bytes of its schema. It is charged once, however many streams use it, and
-until no stream uses it and it has left the cache.
+A plan has many times the bytes of its schema. Its bytes are charged once for all streams that use
+it, and released when no stream uses it and it has left the cache.
 
 Runs on: gateway loop.
 """
@@ -18,10 +18,12 @@ from iskander.protocols.flight.plan import HEADER_FACTOR, Plan
 from iskander.scheduling.lane import Lane
 
 IDLE_BYTES_MAX: Final = 16 << 20
-"""Plans that no stream uses are kept up to this size, or to a share of the budget."""
+"""Limit of the bytes of plans that no stream uses."""
 IDLE_SHARE: Final = 16
+"""Such plans have at most one part in so many of the receive budget."""
 RETRY_MS: Final = 1000
 Key = tuple[int, bytes]
+"""Key of the model, and header of the schema message."""
 
 
 class Budget(Protocol):
@@ -37,7 +39,7 @@ class Budget(Protocol):
 
 
 class _Entry:
-    """A plan, its users, and the bytes charged for it; `is_kept` if the cache may find it."""
+    """A plan, its number of users, and the bytes charged for it; `is_kept`: `find` returns it."""
 
     __slots__ = ("charged_bytes", "is_kept", "key", "plan", "users")
 
@@ -53,7 +55,7 @@ class Plans:
     """Plans by model version and schema.
 
     Attributes:
-        charged_bytes: Bytes of all plans.
+        charged_bytes: Bytes charged for all plans.
         limits: Limits of new plans.
         threads: Threads that build them.
     """
@@ -72,7 +74,7 @@ class Plans:
         return len(self._entries)
 
     def configure(self, limits: LimitsConfig) -> None:
-        """Build new plans with these limits; open streams keep theirs."""
+        """Apply limits to new plans and drop the cache; open streams keep their plans."""
         self.limits = limits
         while self._idle:
             self._drop(next(iter(self._idle)))
@@ -81,12 +83,19 @@ class Plans:
         self._entries.clear()
 
     def find(self, lane: Lane, header: bytes) -> Plan | None:
-        """The plan for a lane and a schema, if it is known; until `leave` for each call."""
+        """Return the known plan for a lane and a schema, or None.
+
+        The caller is a user of the plan until it calls `leave`.
+        """
         entry = self._entries.get((lane.model.key, header))
         return None if entry is None else self._enter(entry)
 
     async def build(self, lane: Lane, header: bytes, caller: object) -> Plan:
-        """Build a plan on a thread. Raises as `Plan` does, or Overloaded."""
+        """Build a plan on a thread; the caller is a user of it until it calls `leave`.
+
+        Raises:
+            IskanderError: As `Plan` does, or Overloaded.
+        """
         contract, limits = lane.contract, self.limits
         assert contract is not None
         key = (lane.model.key, header)
@@ -132,6 +141,7 @@ class Plans:
             self._drop(next(iter(self._idle)))
 
     def _enter(self, entry: _Entry) -> Plan:
+        """Count a user of a plan."""
         if not entry.users and entry.key in self._idle:
             del self._idle[entry.key]
             self._idle_bytes -= entry.charged_bytes
@@ -147,6 +157,7 @@ class Plans:
         self._release(entry.charged_bytes)
 
     def _charge(self, size: int) -> None:
+        """Charge bytes; drop idle plans if the budget is exhausted."""
         while not self._budget.try_charge(size):
             if not self._idle:
                 limit = f"limit {self._budget.limit_bytes:,} for all connections"

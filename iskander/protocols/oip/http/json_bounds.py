@@ -1,8 +1,9 @@
-"""Bounds on the work of JSON: its structure is checked by bytes before values are created.
+"""Structure checks of JSON text before it is decoded, and decoding in pieces.
 
 A byte of JSON may become 20 bytes of containers, whose creation holds the interpreter lock. So the
-brackets and commas of a long text, without those in strings, are compared with what its shape
-requires, and its values are decoded in pieces. Between two pieces the event loop continues.
+brackets and commas of a long text are first compared with those that its shape requires; brackets
+and commas in strings do not count. The values are then decoded in pieces, and the event loop
+continues between two pieces.
 
 Pure. Runs on: gateway loop for short texts, else the JSON thread. Source: RFC 8259.
 """
@@ -20,41 +21,42 @@ from numpy.typing import NDArray
 from iskander.errors import LimitExceeded, MalformedInput
 
 PIECE_BYTES: Final = 16_384
-"""Text that is decoded at once: up to half a millisecond."""
+"""Length of a piece: decoding it takes up to half a millisecond."""
 CHECKED_BYTES: Final = 4096
 """Shorter text is decoded without a check: 1,400 empty lists take 0.2 ms."""
 OBJECTS_PER_COLUMN: Final = 4
-"""An input or output, its parameters, and as many of unused ones."""
+"""An input or output and its parameters, and two more objects that are not used."""
 MEMBERS_PER_OBJECT: Final = 8
+# Whether a byte is a bracket or comma, and whether it is a bracket.
 _STRUCTURE: Final = np.zeros(256, bool)
 _STRUCTURE[list(b"[],")] = True
 _BRACKETS: Final = np.zeros(256, bool)
 _BRACKETS[list(b"[]")] = True
-_QUOTE, _COMMA, _SPACE = b'", '
+_QUOTE, _COMMA, _SPACE = ord('"'), ord(","), ord(" ")
 _WHITESPACE: Final = b" \t\n\r"
-_OTHERS: Final = bytes(set(range(256)) - set(b"[],"))
-_SPACED: Final = bytes.maketrans(b"[]", b"  ")
+_NO_STRUCTURE: Final = bytes(set(range(256)) - set(b"[],"))
+_BRACKETS_TO_SPACES: Final = bytes.maketrans(b"[]", b"  ")
 
 
 class InvalidStructure(Exception):
-    """Values that are not a flat list of the number that the shape requires, nor nested as it."""
+    """Values that are neither a flat list of the shape's length nor lists nested as the shape."""
 
 
 def require_members(raw: memoryview, columns: int) -> None:
-    """Raise LimitExceeded if a request has more objects or members than one of so many columns."""
+    """Raise LimitExceeded for more objects or members than a request with `columns` can need."""
     text = bytes(raw)
     objects = OBJECTS_PER_COLUMN * (columns + 1)
-    for letter, most, what in (
+    for letter, limit, what in (
         (b"{", objects, "objects"),
         (b":", MEMBERS_PER_OBJECT * objects, "members"),
     ):
         count = text.count(letter)
-        if count > most:
-            is_member = np.frombuffer(text, np.uint8) == letter[0]
-            count = int(np.count_nonzero(is_member & ~_inside_strings(text)))
-        if count > most:
+        if count > limit:
+            is_letter = np.frombuffer(text, np.uint8) == letter[0]
+            count = int(np.count_nonzero(is_letter & ~_inside_strings(text)))
+        if count > limit:
             raise LimitExceeded(
-                f"JSON has {count} {what}, limit {most} (by `limits.columns`)", wanted=most
+                f"JSON has {count} {what}, limit {limit} (by `limits.columns`)", wanted=limit
             )
 
 
@@ -62,15 +64,16 @@ def pieces(raw: bytes | memoryview, shape: tuple[int, ...]) -> Iterator[list[Any
     """Decode a list of values, flat or nested as its shape, in pieces that are flat lists.
 
     Raises:
-        InvalidStructure: It has another form. Values of a wrong type may be in a piece.
-        MalformedInput: It is not JSON.
+        InvalidStructure: The list has another number of values, or is nested otherwise. Pieces may
+            nevertheless have values of a wrong type.
+        MalformedInput: The text is not JSON.
     """
     text, count = bytes(raw), prod(shape)
     has_strings = b'"' in text
     is_flat = text.find(b"[", text.find(b"[") + 1) < 0 and text.find(b"]") == text.rfind(b"]")
     if not (has_strings or is_flat):
-        _require_form(text.translate(None, _OTHERS), shape)
-        flat, ends = text.translate(_SPACED), _ends(text)
+        _require_form(text.translate(None, _NO_STRUCTURE), shape)
+        flat, ends = text.translate(_BRACKETS_TO_SPACES), _ends(text)
     elif is_flat and not (has_strings and b"\\" in text):
         flat = text.strip(_WHITESPACE)
         if flat[:1] != b"[" or flat[-1:] != b"]":
@@ -78,24 +81,24 @@ def pieces(raw: bytes | memoryview, shape: tuple[int, ...]) -> Iterator[list[Any
         flat = flat[1:-1]
         ends = _ends_outside_strings(flat) if has_strings else _ends(flat)
     else:
-        flat, ends = _masked(text, shape)
-    at = total = 0
+        flat, ends = _flatten_with_strings(text, shape)
+    begin = total = 0
     for end in ends if count or flat.strip(_WHITESPACE + b",") else ():
         try:
-            piece: list[Any] = msgspec.json.decode(b"[" + flat[at:end] + b"]")
+            piece: list[Any] = msgspec.json.decode(b"[" + flat[begin:end] + b"]")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MalformedInput(f"{error}, after {total} elements") from None
         total += len(piece)
         if total > count or not piece:
             raise InvalidStructure
         yield piece
-        at = end + 1
+        begin = end + 1
     if total != count:
         raise InvalidStructure
 
 
 def _ends(flat: bytes) -> Iterator[int]:
-    """Ends of pieces of a text without strings, at commas; the last is its end."""
+    """Ends of the pieces of a text without strings: commas, and the end of the text."""
     end = flat.find(b",", PIECE_BYTES)
     while end >= 0:
         yield end
@@ -116,8 +119,11 @@ def _ends_outside_strings(flat: bytes) -> Iterator[int]:
     yield len(flat)
 
 
-def _masked(text: bytes, shape: tuple[int, ...]) -> tuple[bytes, Iterator[int]]:
-    """A text with escapes, or with brackets in strings: without other brackets, and its pieces."""
+def _flatten_with_strings(text: bytes, shape: tuple[int, ...]) -> tuple[bytes, Iterator[int]]:
+    """Replace the brackets outside strings by spaces; return the text and the ends of its pieces.
+
+    For lists of strings that are nested, or that have escapes or brackets in them.
+    """
     letters, inside = np.frombuffer(text, np.uint8), _inside_strings(text)
     _require_form(letters[_STRUCTURE[letters] & ~inside].tobytes(), shape)
     flat = np.where(_BRACKETS[letters] & ~inside, np.uint8(_SPACE), letters).tobytes()
@@ -135,7 +141,7 @@ def _require_form(structure: bytes, shape: tuple[int, ...]) -> None:
 
 def _is_nested(structure: bytes, shape: tuple[int, ...]) -> bool:
     """Whether brackets and commas are those of nested lists of this shape."""
-    size = 0
+    size = 0  # Compared first, so that `expected` is never longer than the structure.
     for axis in reversed(shape):
         size = axis * size + max(axis - 1, 0) + 2
         if size > len(structure):
@@ -149,10 +155,10 @@ def _is_nested(structure: bytes, shape: tuple[int, ...]) -> bool:
 
 
 def _inside_strings(text: bytes) -> NDArray[np.bool_]:
-    """Which bytes are in strings, with the opening quote."""
+    """Mask of the bytes in strings; it includes the opening quotes."""
     if b"\\" in text:
         # Pairs from the left: of three backslashes before a quote, the third escapes it.
         text = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-    # The parity of the number of quotes so far; it does not change by the overflow.
+    # An odd number of quotes so far; an overflow of the sum does not change its parity.
     quotes = np.frombuffer(text, np.uint8) == _QUOTE
     return (np.cumsum(quotes, dtype=np.uint8) & 1).astype(bool)
