@@ -21,7 +21,7 @@ from iskander.scoring.sources import Source
 
 READ_ROWS: Final = 8192
 BYTES_MAX: Final = 1 << 30
-"""Bytes of the columns that are read; their rows have the limit of the server."""
+"""Limit of the bytes of the read columns. The server limits the number of rows."""
 
 
 class WholeSource:
@@ -47,7 +47,7 @@ class WholeSource:
         return [make_unit(0, names, rows=total_rows(units), bytes=size)]
 
     def count(self, unit: Unit, filter: Filter | None) -> int:
-        """Count the rows after the filter; the unit is that of `units`."""
+        """Count the rows of the only unit after the filter."""
         del unit
         return sum(self._source.count(each, filter) for each in self._source.units())
 
@@ -121,10 +121,12 @@ def require_whole(source: Source, description: ModelDescription) -> None:
 
 
 def require_rows(description: ModelDescription, rows: int, *, at_least: str = "") -> None:
-    """Require that a model that takes all rows in one request accepts so many.
+    """Require no more rows than the server permits, if the model takes all rows in one request.
+
+    `at_least` begins the error text if more rows than `rows` may follow.
 
     Raises:
-        LimitExceeded: There are more.
+        LimitExceeded: There are more rows.
     """
     limit = description.limits["rows"]
     if description.is_whole and rows > limit:

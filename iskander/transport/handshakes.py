@@ -1,8 +1,9 @@
-"""Turns of TLS handshakes: a share of the event loop's time for all listeners together.
+"""Turns of TLS handshakes, which limit their share of the event loop's time.
 
-A handshake begins when its first bytes have arrived, and the server's part of it is computed at
-once: up to milliseconds with an RSA key. So one begins at a time, and the next after a pause of
-`PAUSE_SHARE` times its cost. Sources take turns, so many handshakes of one delay its own.
+The turns are those of all listeners together. A handshake begins when its first bytes have arrived,
+and the server computes its part at once, which takes up to milliseconds with an RSA key. So one
+handshake begins at a time, and the next one after a pause of `PAUSE_SHARE` times its cost. Sources
+take turns, so that many handshakes of one source delay only that source.
 
 Runs on: gateway loop.
 """
@@ -19,22 +20,24 @@ from iskander.clock import NS_PER_S
 from iskander.transport.sources import Source
 
 PAUSE_SHARE: Final = 4
-"""Handshakes use at most a fifth of the loop's time while others wait."""
+"""Pause after a handshake, by its cost: waiting handshakes use a fifth of the loop's time."""
+CLOSED_STATES: Final = (7, 8)
+"""TCP_CLOSE and TCP_CLOSE_WAIT of tcp_states.h."""
 
 
 class HandshakeTurns:
-    """Handshakes that wait for their turn, by source; bounded by those of the listeners."""
+    """Handshakes that wait for their turn, by source; the listeners limit their number."""
 
     def __init__(self) -> None:
-        # The first source has its turn.
+        # The first source is the next one.
         self._queues: dict[Source, deque[asyncio.Future[None]]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._free_s = 0.0
+        self._next_s = 0.0
 
     async def wait(self, source: Source, cost_ns: int) -> None:
         """Wait for the turn of a handshake that takes `cost_ns` of processor time."""
         loop = asyncio.get_running_loop()
-        if not self._queues and loop.time() >= self._free_s:
+        if not self._queues and loop.time() >= self._next_s:
             self._charge(cost_ns)
             return
         turn: asyncio.Future[None] = loop.create_future()
@@ -49,18 +52,18 @@ class HandshakeTurns:
                 queue.remove(turn)
             if not queue and self._queues.get(source) is queue:
                 del self._queues[source]
-            self._start_timer()  # It may have had its turn.
+            self._start_timer()  # Its turn may have begun, for which the timer was stopped.
             raise
         self._charge(cost_ns)
 
     def _charge(self, cost_ns: int) -> None:
         loop = asyncio.get_running_loop()
-        self._free_s = loop.time() + (1 + PAUSE_SHARE) * cost_ns / NS_PER_S
+        self._next_s = loop.time() + (1 + PAUSE_SHARE) * cost_ns / NS_PER_S
         self._start_timer()
 
     def _start_timer(self) -> None:
         if self._queues and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_at(self._free_s, self._next)
+            self._timer = asyncio.get_running_loop().call_at(self._next_s, self._next)
 
     def _next(self) -> None:
         """Begin the next handshake; its `wait` starts the timer again."""
@@ -77,9 +80,9 @@ class HandshakeTurns:
 
 
 async def first_bytes(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
-    """Wait until a connection has input, which is not read."""
+    """Wait until a connection has input, and do not read it."""
     arrived: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(connection, _set, arrived)
+    loop.add_reader(connection, _finish, arrived)
     try:
         await arrived
     finally:
@@ -87,7 +90,7 @@ async def first_bytes(loop: asyncio.AbstractEventLoop, connection: socket.socket
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Return whether the peer has closed a TCP connection, perhaps after some input."""
+    """Return whether the peer has closed a TCP connection, even if its input is not read yet."""
     try:
         state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
     except OSError:
@@ -95,10 +98,6 @@ def has_ended(connection: socket.socket) -> bool:
     return state in CLOSED_STATES
 
 
-CLOSED_STATES: Final = (7, 8)
-"""TCP_CLOSE and TCP_CLOSE_WAIT of tcp_states.h."""
-
-
-def _set(arrived: asyncio.Future[None]) -> None:
+def _finish(arrived: asyncio.Future[None]) -> None:
     if not arrived.done():
         arrived.set_result(None)

@@ -3,7 +3,7 @@
 | feature | what pyarrow does | here |
 | --- | --- | --- |
 | encrypted columns | ends the process when it looks at one | error |
-| logical type that it does not know, Variant | gives the stored values without it | error |
+| logical type that it does not know, Variant | returns the stored values without the type | error |
 | column chunks in other files (`_metadata`) | reads other bytes of the same file | error |
 | INT96 outside of 1677 to 2262 | wraps around to another time | error, or read as microseconds |
 | dates of the Julian calendar by Spark 2 | takes them for Gregorian dates | error |
@@ -29,18 +29,19 @@ from iskander.errors import SourceError
 TAIL_BYTES: Final = 64 << 10
 """Bytes of the first read: the footer of most files."""
 _LENGTH_BYTES: Final = 8
-"""Of the length of the footer, and the magic number behind it."""
+"""Bytes of the footer's length and of the magic number after it."""
 _SIGNATURE_BYTES: Final = 28
+"""Bytes of the nonce and the tag of a signed footer."""
 _MAGIC: Final = b"PAR1"
 _ENCRYPTED: Final = b"PARE"
-_UNKNOWN: Final = re.compile(
+_VARIANT: Final = re.compile(
     r"^ +(?:required|optional|repeated) group field_id=-?\d+ (.*) \(Variant\(\d+\)\) \{$", re.M
 )
 _LEGACY_KEYS: Final = (b"org.apache.spark.legacyDateTime", b"org.apache.spark.legacyINT96")
 _NS_MAX: Final = 2**63 - 1
 _GREGORIAN: Final = datetime.date(1582, 10, 15)
-_SAME_TIMES: Final = datetime.datetime(1900, 1, 1)
-"""Before it, Spark 2 wrote some times of day with another offset."""
+_SAME_OFFSETS: Final = datetime.datetime(1900, 1, 1)
+"""Spark 2 wrote some earlier times with another offset from UTC."""
 
 
 class Footer(NamedTuple):
@@ -62,15 +63,16 @@ def read_footer(file: pa.NativeFile, path: str) -> Footer:
 
     Raises:
         SourceError: The file has a feature that pyarrow would misread.
-        ArrowException: It is not a valid Parquet file; so does OSError.
+        ArrowException: The file is not a valid Parquet file.
+        OSError: The same, or the file cannot be read.
     """
     size = file.size()
-    tail = _tail(file, min(size, TAIL_BYTES))
+    tail = _read_tail(file, min(size, TAIL_BYTES))
     magic, length = tail[-4:], int.from_bytes(tail[-_LENGTH_BYTES:-4], "little")
     if magic == _ENCRYPTED:
         raise _rejected(path, "its footer is encrypted")
     if magic == _MAGIC and len(tail) < length + _LENGTH_BYTES <= size:
-        tail = _tail(file, length + _LENGTH_BYTES)
+        tail = _read_tail(file, length + _LENGTH_BYTES)
     metadata = pq.read_metadata(pa.BufferReader(tail))
     # The footer of a file with encrypted columns is signed: the signature follows the metadata.
     # Nothing may look at such a column, because the library ends the process.
@@ -91,13 +93,14 @@ def read_footer(file: pa.NativeFile, path: str) -> Footer:
     )
 
 
-def _tail(file: pa.NativeFile, count: int) -> bytes:
+def _read_tail(file: pa.NativeFile, count: int) -> bytes:
+    """Read the last `count` bytes."""
     file.seek(file.size() - count)
     return bytes(file.read(count))
 
 
 def _require_known_types(path: str, schema: pq.ParquetSchema, text: str) -> None:
-    if found := _UNKNOWN.search(text):
+    if found := _VARIANT.search(text):
         raise _rejected(path, f"column {found[1]!r} has the type Variant")
     if " (UNKNOWN)" not in text:
         return
@@ -137,7 +140,7 @@ def read_groups(
         batch_rows: Maximum rows of a batch.
         buffer_bytes: Bytes of one read, whose pages are decoded as they are needed; 0: the columns
             of a row group are fetched together, with joined requests to an object store.
-        unit: Unit of INT96 columns; None: nanoseconds, and a time outside of them is an error.
+        unit: Unit of INT96 columns; None: nanoseconds, and a time outside their range is an error.
 
     Raises:
         SourceError: A time or a date would be misread.
@@ -153,16 +156,18 @@ def read_groups(
             page_checksum_verification=True,
         )
 
-    tops = {each.partition(".")[0] for each in footer.int96}
-    wrapped = [name for name in names if name in tops] if unit is None else []
+    # A time outside the range of nanoseconds wraps around without an error, so INT96 columns are
+    # first read in microseconds and checked.
+    int96 = {each.partition(".")[0] for each in footer.int96}
+    checked = [name for name in names if name in int96] if unit is None else []
     parquet = opened(unit)
     for group in groups:
-        if wrapped:
+        if checked:
             micros = opened("us").iter_batches(
-                batch_size=batch_rows, row_groups=[group], columns=wrapped
+                batch_size=batch_rows, row_groups=[group], columns=checked
             )
             for batch in micros:
-                _require(path, batch, _is_nanoseconds)
+                _require_values(path, batch, _nanoseconds_problem)
         for batch in parquet.iter_batches(batch_size=batch_rows, row_groups=[group], columns=names):
             require_known_dates(path, batch, footer)
             yield batch
@@ -175,37 +180,39 @@ def require_known_dates(path: str, batch: pa.RecordBatch, footer: Footer) -> Non
         SourceError: A date of Spark 2 is so old that it may be of the Julian calendar.
     """
     if footer.is_legacy:
-        _require(path, batch, _is_gregorian)
+        _require_values(path, batch, _calendar_problem)
 
 
-def _require(path: str, batch: pa.RecordBatch, check: Callable[[pa.Array], str]) -> None:
-    """Raise the error of the first column that a check gives a reason for."""
+def _require_values(
+    path: str, batch: pa.RecordBatch, find_problem: Callable[[pa.Array], str]
+) -> None:
+    """Raise an error for the first column with a problem; `find_problem` returns it or ''."""
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         for leaf in _leaves(column):
-            if reason := check(leaf):
-                raise SourceError(f"{path}: column {name!r} has {reason}", file=path, column=name)
+            if problem := find_problem(leaf):
+                raise SourceError(f"{path}: column {name!r} has {problem}", file=path, column=name)
 
 
-def _is_nanoseconds(array: pa.Array) -> str:
-    """Reason why times in microseconds cannot be in nanoseconds; empty if they can."""
+def _nanoseconds_problem(array: pa.Array) -> str:
+    """Return the problem of times in microseconds that do not fit nanoseconds; empty if none."""
     if not pa.types.is_timestamp(array.type):
         return ""
     found = pc.min_max(array.cast(pa.int64()))
     for each in (found["min"].as_py(), found["max"].as_py()):
         if each is not None and not -_NS_MAX <= each * 1000 <= _NS_MAX - 999:
             return (
-                "INT96 times outside of the years 1677 to 2262, which nanoseconds cannot have; "
+                "INT96 times outside of the years 1677 to 2262, which do not fit nanoseconds; "
                 "write them as INT64 (TIMESTAMP_MICROS)"
             )
     return ""
 
 
-def _is_gregorian(array: pa.Array) -> str:
-    """Reason why dates that Spark 2 wrote may be others; empty if they are not."""
+def _calendar_problem(array: pa.Array) -> str:
+    """Return the problem of dates of Spark 2 that may be of the Julian calendar; empty if none."""
     if pa.types.is_date(array.type):
         first = _GREGORIAN
     elif pa.types.is_timestamp(array.type):
-        first = _SAME_TIMES
+        first = _SAME_OFFSETS
     else:
         return ""
     limit = pa.scalar(first).cast(array.type)

@@ -1,9 +1,10 @@
 """Rejection of files that belong to a Delta, Iceberg or Hudi table.
 
-The log of a table decides which of its files count, and which rows of them were deleted. Read as
-plain files they give removed rows and duplicates, so that a file below a table is an error, however
-it was reached. What the listings of the inputs show costs nothing. Each folder above them is looked
-up once: at most three lookups, and one listing of a folder `metadata`.
+The log of a table decides which files belong to it, and which of their rows were deleted. A reader
+of the plain files would return removed and repeated rows. So a file below a table's folder is an
+error, even if a link or a glob led to it. The folders that the listings of the inputs show need no
+further lookup. Each folder above them is looked up once, with at most three lookups and one
+listing of a folder `metadata`.
 
 Runs in: the operator's tool and reader processes.
 """
@@ -26,6 +27,7 @@ ICEBERG_METADATA: Final = "metadata"
 ICEBERG_ENDS: Final = (".metadata.json", ".metadata.json.gz")
 _MARKS: Final = {DELTA_LOG: "Delta", HUDI: "Hudi"}
 _PLAIN: Final = ""
+"""Format of a folder that is no table."""
 _THREADS: Final = 16
 
 
@@ -42,10 +44,11 @@ class Advice(NamedTuple):
 
 
 COMMAND: Final = Advice("`--plain-files`", has_tables=True)
+"""Advice of `iskander score`."""
 
 
 class Tables:
-    """Folders that are known to be tables, or not to be; for all inputs of one job.
+    """Table formats of the folders that were looked up, for all inputs of one job.
 
     Args:
         advice: What the error recommends.
@@ -60,7 +63,7 @@ class Tables:
     def note(
         self, place: Place, folder: str, infos: Sequence[pafs.FileInfo], *, is_recursive: bool
     ) -> None:
-        """Learn from a listing of a folder, which has all names in it."""
+        """Record the formats of the folders that a complete listing of a folder shows."""
         tables: dict[str, str] = {}
         folders = {folder}
         for info in infos:
@@ -78,7 +81,7 @@ class Tables:
         if not is_recursive:
             metadata = f"{folder}/{ICEBERG_METADATA}"
             if metadata in folders and folder not in tables:
-                tables[folder] = _iceberg(place, folder)
+                tables[folder] = _iceberg_format(place, folder)
             folders = {folder}
         number = self._number(place)
         for each in folders:
@@ -87,46 +90,49 @@ class Tables:
             self._known[number, each] = format
 
     def require_plain(self, place: Place, paths: Iterable[str]) -> None:
-        """Require files that are of no table, by their folders and by what links lead to.
+        """Require that no file is below a table, by its path and by the targets of links in it.
 
         Raises:
-            SourceError: One is below a table, or its folders cannot be looked up.
+            SourceError: A file is below a table, or one of its folders cannot be looked up.
         """
         parents: dict[str, str] = {}
         linked: dict[str, str] = {}
         for path in paths:
             parents.setdefault(path.rpartition("/")[0], path)
             if place.local is not None and os.path.islink(place.local.local(path)):
-                real = _real(place.local.local(path))
+                real = _real_path(place.local.local(path))
                 linked.setdefault(real.rpartition("/")[0], path)
         self._require(place, parents)
         if place.local is None:
             return
         for parent, path in parents.items():
-            linked.setdefault(_real(place.local.local(parent)), path)
+            linked.setdefault(_real_path(place.local.local(parent)), path)
         if place.local is LOCAL_PATHS:
             linked = {real: path for real, path in linked.items() if real not in parents}
         machine = Place(pafs.LocalFileSystem(), "", place.uri, local=place.local)
         self._require(machine, linked, is_real=True)
 
     def _require(self, place: Place, parents: dict[str, str], *, is_real: bool = False) -> None:
-        """Look the unknown folders up, and raise the error of the first table."""
+        """Look up the folders that are not known, and raise an error for the first table.
+
+        `parents` has a file of each folder. `is_real`: they are paths without links.
+        """
         number = self._number(place)
         unknown = {
             folder: path
             for parent, path in parents.items()
-            for folder in _and_above(parent)
+            for folder in _with_parents(parent)
             if (number, folder) not in self._known
         }
-        for folder, format in zip(unknown, self._looked_up(place, unknown), strict=True):
+        for folder, format in zip(unknown, self._look_up(place, unknown), strict=True):
             self._known[number, folder] = format
         for parent, path in parents.items():
-            for folder in _and_above(parent):
+            for folder in _with_parents(parent):
                 if format := self._known[number, folder]:
                     raise self._error(place, folder, format, path, is_real=is_real)
 
     def _number(self, place: Place) -> int:
-        """Number of a filesystem; equal buckets of different endpoints have different ones."""
+        """Number of a filesystem; two endpoints have different numbers for buckets of one name."""
         if place.local is not None:
             return 0
         for number, filesystem in enumerate(self._filesystems, start=1):
@@ -135,17 +141,17 @@ class Tables:
         self._filesystems.append(place.filesystem)
         return len(self._filesystems)
 
-    def _looked_up(self, place: Place, unknown: dict[str, str]) -> list[str]:
-        """Format of each folder; several at a time in an object store."""
+    def _look_up(self, place: Place, unknown: dict[str, str]) -> list[str]:
+        """Look up the format of each folder; several at a time in an object store."""
 
         def look_up(folder: str) -> str:
             try:
-                return _format(place, folder)
+                return _table_format(place, folder)
             except SourceError as error:
                 path = unknown[folder]
                 raise SourceError(
                     f"{path}: cannot tell whether it belongs to a table: {error.message}; "
-                    f"{self._advice.override} reads plain files without a look",
+                    f"{self._advice.override} reads plain files without this check",
                     file=path,
                 ) from error
 
@@ -176,29 +182,28 @@ class Tables:
         )
 
 
-def _format(place: Place, folder: str) -> str:
+def _table_format(place: Place, folder: str) -> str:
     """Format of the table with this folder; `_PLAIN` if there is none."""
     for name, format in _MARKS.items():
         if place.is_folder(f"{folder}/{name}"):
             return format
     if place.is_folder(f"{folder}/{ICEBERG_METADATA}"):
-        return _iceberg(place, folder)
+        return _iceberg_format(place, folder)
     return _PLAIN
 
 
-def _iceberg(place: Place, folder: str) -> str:
+def _iceberg_format(place: Place, folder: str) -> str:
+    """Format of a folder that has a folder `metadata`."""
     names = place.names(f"{folder}/{ICEBERG_METADATA}")
     return "Iceberg" if any(name.endswith(ICEBERG_ENDS) for name in names) else _PLAIN
 
 
-def _and_above(folder: str) -> Iterator[str]:
-    """Yield a folder and those above it, the nearest first; an empty one is the root."""
+def _with_parents(folder: str) -> Iterator[str]:
+    """Yield a folder and those above it, the nearest first, without the root."""
     while folder:
         yield folder
         folder = folder.rpartition("/")[0]
-        if not folder:
-            return
 
 
-def _real(path: str) -> str:
+def _real_path(path: str) -> str:
     return os.path.realpath(path).replace(os.sep, "/")

@@ -3,10 +3,10 @@
 A page may send requests to every address that its browser reaches. Two rules reject them:
 
 - `Host` must be a name of the server. A site whose name is rebound to the server's address sends
-  its own name. TLS needs no such rule, because the certificate does not match, and neither does a
-  request with a token, because the page has none.
+  its own name. The rule does not apply to TLS, where the certificate would not match, and not to a
+  request with a token, because the page has no token.
 - `Origin` and `Sec-Fetch-Site`, which browsers add, must be of the same site as `Host`. Programs
-  send neither. A link that a user follows is permitted: the page with the link cannot read the
+  do not send them. A link that a user follows is permitted: the page with the link cannot read the
   answer.
 
 Pure. Source: RFC 9110, section 7.2 (`Host`) and 15.5.20 (421); RFC 6454 (`Origin`); W3C Fetch
@@ -47,8 +47,8 @@ class SitePolicy:
     Args:
         access: The permitted names and origins.
         address: `HOST:PORT` of the listener; its host is a name of the server.
-        has_tokens: Whether the listener verifies tokens, so that requests with one are its own.
-        probes: Paths that answer every host; the application sends no content there.
+        has_tokens: Whether the listener verifies tokens; `Host` is then not checked with a token.
+        probes: Paths that are served for every host; a foreign host gets no content.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SitePolicy:
         self._probes = probes
 
     def judge(self, scope: MutableMapping[str, Any], *, is_local: bool) -> Refusal | None:
-        """Return the rejection of a request, None to serve it; `is_local`: it came by loopback.
+        """Return the rejection of a request, or None; `is_local`: it came by loopback.
 
         Adds `is_own_host` to the scope: whether the host is a name of the server.
         """
@@ -96,10 +96,10 @@ class SitePolicy:
         site = fetch.get(b"sec-fetch-site", b"none")
         if site in _OWN_SITES or origins or _is_link(scope["method"], fetch):
             return None  # Each origin was permitted.
-        return _wrong_origin(f"another site ({site.decode('latin-1')})")
+        return _wrong_origin(f"`Sec-Fetch-Site: {site.decode('latin-1')}`")
 
     def is_own_host(self, authority: str, is_local: bool) -> bool:
-        """Whether the value of `Host` is a name of the server; an empty one has no name."""
+        """Whether the value of `Host` is a name of the server; an empty value counts as one."""
         if "*" in self._hosts:
             return True
         name = host_name(authority)
@@ -109,7 +109,7 @@ class SitePolicy:
             return True
         if is_local:
             return _matches(name, self._hosts)
-        # A name can be rebound to an address of others, an address cannot.
+        # Another site can rebind its name to the address of the server, but not an address.
         return is_address(name) or _matches(name, self._network_hosts)
 
     def _is_permitted(self, origin: str, authority: str) -> bool:
@@ -127,7 +127,7 @@ def host_name(authority: str) -> str | None:
 
 
 def is_loopback_name(name: str) -> bool:
-    """Whether a host is of this machine without a look-up of its name."""
+    """Whether a host is `localhost` or a loopback address; no name is resolved."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -150,7 +150,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _is_same(origin: str, authority: str) -> bool:
-    """Whether an origin is that of a host; the scheme differs behind a proxy with TLS."""
+    """Whether an origin is that of a host; the scheme may differ, as behind a proxy with TLS."""
     scheme, separator, place = origin.partition("://")
     default = _PORTS.get(scheme)
     if not separator or default is None or not place:
@@ -159,7 +159,7 @@ def _is_same(origin: str, authority: str) -> bool:
 
 
 def _is_link(method: str, fetch: Mapping[bytes, bytes]) -> bool:
-    """Whether the browser shows the answer as a page of its own, unreadable to others."""
+    """Whether the browser opens the answer as a page, which other pages cannot read."""
     is_page = fetch.get(b"sec-fetch-dest") == b"document"
     return method in ("GET", "HEAD") and is_page and fetch.get(b"sec-fetch-mode") == b"navigate"
 
@@ -177,5 +177,5 @@ def _wrong_host(authority: str) -> Refusal:
 
 def _wrong_origin(origin: str) -> Refusal:
     fix = f"add its origin to `{ORIGINS_SETTING}` to permit it"
-    text = f"request of a web page of {origin[:_SHOWN]} rejected, which is another site: {fix}"
+    text = f"request from a web page of another site rejected: {origin[:_SHOWN]}; {fix}"
     return Refusal(CrossSiteRequest(text), CrossSiteRequest.http_status)
