@@ -1,9 +1,9 @@
 """Search for the row with which a run fails, and for its column.
 
-It follows the failure of a batch of one request: halves of the batch run again, as often as the
-logarithm of its rows, and with at most as many rows as the batch and one more. All searches of a
-worker take at most `SHARE` of its time, so that requests that fail cannot multiply its load. Only
-rows that the caller has sent run, because other values could end the process.
+A search follows the failure of a batch that has rows of one request only. It runs halves of the
+batch again: about log2(rows) runs with at most `rows + 1` rows in total. All searches of a worker
+together use at most one part in `SHARE` of its time, so that failing requests cannot multiply its
+load. A search runs only rows that the caller has sent, because other values could end the process.
 
 Runs on: worker main.
 """
@@ -29,13 +29,13 @@ from iskander_worker.executor import Executor
 from iskander_worker.warm_up import is_out_of_memory
 
 SHARE: Final = 20
-"""One part of so many of a worker's time may be spent on searches."""
+"""Searches may use one part in so many of a worker's time."""
 SAVED_NS: Final = 100 * NS_PER_MS
-"""Most time that is saved up for searches."""
+"""Limit of the unused time that is saved for later searches."""
 TEXT_BYTES_MAX: Final = 65_536
-"""Bytes of one row's strings that are read to find its column."""
+"""Limit of the string bytes of a row and column that are read to find the column."""
 
-# Names of functions of C and C++ that read a number, as ONNX Runtime's errors have them.
+# Errors of ONNX Runtime for a string that is no number name a C or C++ function that parses it.
 _NO_NUMBER = re.compile(
     r"\bsto(?:i|l|ll|ul|ull|f|d|ld)\b|\bstrto\w+|string to|parse", re.IGNORECASE
 )
@@ -45,7 +45,7 @@ class Finding(NamedTuple):
     """What a search found.
 
     Attributes:
-        is_input: The model runs other rows, so the values are the cause.
+        is_input: The values of the row are the cause, because the model runs with other rows.
         row: First row of the request that fails alone; None if none was found.
         column: Column of the values; empty if it is unknown.
     """
@@ -68,7 +68,7 @@ class FailingRows:
         self._at_ns = now_ns()
 
     def find(self, executor: Executor, message: Execute, run: Run, error: IskanderError) -> Finding:
-        """Search after a failed batch; nothing if the cause cannot be a value, or without time."""
+        """Search the failing row; empty if a value cannot be the cause, or no time is left."""
         if type(error) is not ExecutionFailed or error.is_shape or is_out_of_memory(error.message):
             return Finding()
         session = executor.sessions.get(message.model)
@@ -80,7 +80,7 @@ class FailingRows:
         part = message.slices[0]
 
         def fails(first: int, rows: int) -> bool | None:
-            """Whether some rows fail; None: there is no time to find out."""
+            """Whether these rows fail; None: no time is left, or the run was aborted."""
             if now_ns() >= limit_ns or run.is_aborted:
                 return None
             run.heartbeat()
@@ -111,8 +111,10 @@ class FailingRows:
 def first_failing(rows: int, fails: Callable[[int, int], bool | None]) -> tuple[int | None, bool]:
     """Return the first row that fails alone, and whether other rows run.
 
-    All rows together fail. `fails` runs some of them (first, count); None ends the search.
+    The caller knows that all rows together fail. `fails(first, count)` runs some of them; None ends
+    the search.
     """
+    # `is_proven`: the only row that is left is known to fail alone.
     first, has_others, is_proven = 0, False, rows == 1
     while rows > 1:
         half = rows // 2
@@ -134,7 +136,8 @@ def column_of(
 ) -> str:
     """Return the column of the values that are the cause; empty if it can be one of several.
 
-    The only column; or after a string that is no number, the only one that has such a string.
+    It is the only input column. If the error is that of a string that is no number, it is the only
+    column of strings, or the only one with such a string in this row.
     """
     if len(specs) == 1:
         return specs[0].column

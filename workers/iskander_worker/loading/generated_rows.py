@@ -1,7 +1,7 @@
 """Rows of generated values, with which a load measures a model.
 
-Values vary from row to row, so that the results of two rows can be told apart. Whether a model
-accepts them is not known: its runs may fail, and the next kind of values is tried.
+Values vary from row to row, so that the results of two rows differ. A model may reject a kind of
+values: its runs then fail, and the next kind is tried.
 
 Runs on: worker main, and the process of a sandboxed load.
 """
@@ -21,10 +21,10 @@ from iskander_worker.warm_up import is_bfloat16, to_element_type
 DIGITS = tuple("123456789")
 WORDS_MAX = 4096
 WORD_FILE_BYTES_MAX = 64 << 20
-WORDS_OF_A_TEXT = 4
-FLOAT16_MAX = 1000.0
-FLOAT16_LARGEST = 65504.0
+FLOAT16_SCALE_MAX = 1000.0
+FLOAT16_MAX = 65504.0
 RARE_SHARE = 0.2
+"""Share of the elements that have a rare value."""
 _STRING_FIELD = re.compile(rb"[\x32\x4a]([\x01-\x20])")
 """Tag and length of a short string in an ONNX file: `TensorProto.string_data` and
 `AttributeProto.strings` have the field numbers 6 and 9."""
@@ -36,12 +36,12 @@ class Values(NamedTuple):
     """A kind of values.
 
     Attributes:
-        scale: Standard deviation of floats, whose mean is 0; of positive ones, their maximum.
+        scale: Standard deviation of floats around 0; for positive floats, their maximum.
         high: Largest integer.
         low: Smallest integer. By default 1: a division by 0 ends the process.
-        rare: Floats that a fifth of the elements are instead, such as NaN.
+        rare: Values of a fifth of the elements of float inputs, such as NaN.
         are_positive: Floats are positive.
-        words: Text; empty: digits.
+        words: Words of the texts; empty: digits.
         words_of_text: Maximum number of words in a text.
     """
 
@@ -95,7 +95,7 @@ class RowGenerator:
             return array.reshape(shape)
         if _is_float(spec):
             is_half = spec.type.dtype_name == "float16"
-            scale = min(values.scale, FLOAT16_MAX) if is_half else values.scale
+            scale = min(values.scale, FLOAT16_SCALE_MAX) if is_half else values.scale
             array = scale * (
                 random.random(shape) if values.are_positive else random.standard_normal(shape)
             )
@@ -104,7 +104,7 @@ class RowGenerator:
                 array = np.where(random.random(shape) < RARE_SHARE, chosen, array)
                 if is_half:
                     is_finite = np.isfinite(array)
-                    array[is_finite] = array[is_finite].clip(-FLOAT16_LARGEST, FLOAT16_LARGEST)
+                    array[is_finite] = array[is_finite].clip(-FLOAT16_MAX, FLOAT16_MAX)
         elif spec.type.dtype_name == "bool":
             array = random.integers(0, 1, shape, endpoint=True)
         else:
@@ -130,7 +130,7 @@ class RowGenerator:
 def words_in(path: Path) -> tuple[str, ...]:
     """Words that a graph file contains, such as categories and the vocabulary of a tokenizer.
 
-    Found by their encoding and not by parsing, so some may be no words of the model.
+    The file is searched for short strings and not parsed, so some words may not be the model's.
     """
     if not path.is_file():
         return ()

@@ -1,4 +1,4 @@
-"""Findings of a load that runs the model, kept with the cached verdict of its sandbox.
+"""Findings about a model from running it at its load, cached with its sandboxed load.
 
 Runs on: worker main, the process of a sandboxed load, and the operator's tool.
 """
@@ -14,14 +14,14 @@ from iskander.errors import shorten
 
 @thread_safe
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Findings about one model version.
+    """What a load found out about one model version by running it.
 
     Attributes:
         unbound: Outputs that the runtime does not write to bound memory; they are copied from the
             runtime's own memory after each run.
         verdict: Whether its rows affect each other's results (`contract.row_relation`).
         evidence: What was run and found, for people.
-        has_other_rows: A batch had another number of results than rows.
+        has_other_rows: The results of a batch had another number of rows than the batch.
     """
 
     unbound: tuple[str, ...] = ()

@@ -1,13 +1,14 @@
 """Proof that a run writes every byte of a model's results.
 
-The memory of a result has held other results: those of other callers, and of other models. A graph
-output that is also an input or a constant is not written to memory that is bound to it, and a
-program may return memory that it never wrote. So a load runs batches over two patterns:
+The memory of a result still has the bytes of earlier results, of other callers and other models.
+ONNX Runtime does not write a graph output that is also an input or a constant to the memory that is
+bound to it, and a program may return memory that it never wrote. So a load fills memory with one of
+two patterns before each run, and compares the results of a batch:
 
-    bound result with pattern 0x55  ==  bound result with 0xAA  ==  the runtime's own result
-        else the output is not bound, and is copied from the runtime's memory
-    own result after 0x55 was freed  ==  own result after 0xAA was freed
-        else, where the bytes are the patterns, the model does not write its result: a load error
+    bound memory had 0x55  ==  bound memory had 0xAA  ==  result in the runtime's own memory
+        if not, the output is not bound, and is copied from the runtime's memory
+    own memory after 0x55 was freed  ==  own memory after 0xAA was freed
+        if not, and the bytes are those patterns, the model does not write its result: a load error
 
 Runs on: worker main, and the process of a sandboxed load.
 """
@@ -29,20 +30,20 @@ from iskander_worker.warm_up import from_body, to_body
 
 PATTERNS = (0x55, 0xAA)
 STAINS = 8
-"""Freed memory of each result's size that has a pattern, so that the next allocation gets it."""
+"""Allocations of each result's size that are filled and freed, so that the next one reuses them."""
 STAIN_BYTES_MAX = 1 << 26
 REPEATS = 2
-"""Rounds in which the same elements must have the patterns, which a value may have by chance."""
+"""Rounds in which an element must have the patterns, because a value may equal one by chance."""
 
 Batch = tuple[int, Mapping[str, np.ndarray]]
 """Rows, and the arrays of the contract's inputs."""
 
 
-class _Found(NamedTuple):
-    """The shape of an output in one batch, and whether it has the batch's rows."""
+class _FoundShape(NamedTuple):
+    """The shape of an output in a batch of `rows` rows, as a text for errors."""
 
     rows: int
-    fits: bool
+    is_expected: bool
     text: str
 
 
@@ -67,7 +68,7 @@ class ProvedModel(Protocol):
         """As `Session.bind`."""
 
     def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
-        """The results before their rows are checked, as `Model.compute`."""
+        """As `Session.compute`: the results, whose shapes are not checked."""
 
 
 def unbound_outputs(
@@ -84,8 +85,8 @@ def unbound_outputs(
     specs = model.contract.outputs
     names = [spec.tensor for spec in specs]
     given = {tensor.name for tensor in model.graph.inputs}
-    unbound = {name for name in names if name in given}
-    shapes: dict[str, list[_Found]] = {name: [] for name in names}
+    unbound = {name for name in names if name in given}  # An input is not written as an output.
+    shapes: dict[str, list[_FoundShape]] = {name: [] for name in names}
     ran: list[tuple[Batch, Arrays | None]] = []
     for rows, arrays in batches:
         own: Arrays | None = None
@@ -99,19 +100,14 @@ def unbound_outputs(
             if shape != (rows, *spec.shape):
                 unbound.add(spec.tensor)
             shapes[spec.tensor].append(
-                _Found(
+                _FoundShape(
                     rows,
                     fits_rows(shape, rows, spec.shape),
                     f"{list(shape)} for {rows} rows, expected {[rows, *spec.shape]}",
                 )
             )
-    for name, found in shapes.items():
-        several = [each for each in found if each.rows > 1] or found
-        if several and not may_differ and not any(each.fits for each in several):
-            raise ManifestError(
-                f"output `{name}` has the shape {several[0].text} by its declaration: every "
-                "request would fail"
-            )
+    if not may_differ:
+        _require_shapes(shapes)
     if not model.is_bound:
         return ()
     for (rows, arrays), own in ran:
@@ -146,6 +142,17 @@ def require_written(model: ProvedModel, batches: Iterable[Batch]) -> None:
             )
 
 
+def _require_shapes(shapes: Mapping[str, Sequence[_FoundShape]]) -> None:
+    """Require that an output has its declared shape in some batch, if possible of several rows."""
+    for name, found in shapes.items():
+        several = [each for each in found if each.rows > 1] or found
+        if several and not any(each.is_expected for each in several):
+            raise ManifestError(
+                f"output `{name}` has the shape {several[0].text} by its declaration: every "
+                "request would fail"
+            )
+
+
 def _not_written(
     model: ProvedModel,
     rows: int,
@@ -153,7 +160,7 @@ def _not_written(
     own: Arrays | None,
     specs: tuple[TensorSpec, ...],
 ) -> set[str]:
-    """The bound outputs whose memory differs from the runtime's own results, or by pattern."""
+    """The outputs whose bound memory differs by its pattern, or from the runtime's own results."""
     found = [_bound_results(model, rows, arrays, pattern) for pattern in PATTERNS]
     different: set[str] = set()
     if found[0] is None or found[1] is None:
@@ -217,7 +224,7 @@ def stain_memory(lengths: Sequence[int], pattern: int) -> None:
 def _stained(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """The elements that are the first pattern in one result and the second in the other."""
+    """Masks of the elements that have the pattern of its run in both results."""
     found = {}
     for name, one in first.items():
         other = second[name]
@@ -233,14 +240,14 @@ def _stained(
 
 
 def _has_patterns(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether an element of the results is the pattern of its run in both."""
-    if one.dtype == np.bool_:  # As bits, both patterns are `True` for some elements.
+    """Whether an element has the pattern of its run in both results."""
+    if one.dtype == np.bool_:  # A boolean is one bit, in which no pattern can be recognized.
         return True
     return any(bool(mask.any()) for mask in _stained({"": one}, {"": other}).values())
 
 
 def _equal(one: np.ndarray, other: np.ndarray, *, is_exact: bool) -> bool:
-    """Whether results are equal, NaN too; on a device within its rounding."""
+    """Whether results are equal; NaN equals NaN. Not `is_exact`: within the rounding of a GPU."""
     if one.dtype.kind != "f":
         return bool(np.array_equal(one, other))
     if is_exact:

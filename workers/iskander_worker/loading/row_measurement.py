@@ -1,17 +1,20 @@
 """Measurement of a model's rows: whether a result depends on the other rows of its batch.
 
-    each row alone                    the reference; of a graph with a fixed number of rows, a batch
-    all rows, and reversed            a position matters, or the other rows do
-    in parts                          a split of a request
+Rows run alone, which gives the reference results, and then in batches. A graph with a fixed number
+of rows has one full batch as its reference. A difference from the reference shows that the result
+depends on what the second column names:
+
+    all rows, and reversed            the position, or the other rows
+    in parts                          the split of a request
     the last row repeated             padding
-    among many other rows             a batch of several requests
-    behind a thousand rows            a window, or a limit of places
+    among many other rows             the rows of other requests
+    behind a thousand rows            a window over rows, or a limit of positions
     among rows 1000 times as large,   a scale of the whole batch, as in dynamic quantization
       and 1000 times as small
-    among NaN, infinities, 10^9       a rule for such values that is one of the whole batch
+    among NaN, infinities, 10^9       the treatment of such values in the whole batch
 
-The rows are the warm-up samples, if there are any, and generated ones of several kinds. Results of
-the reference must differ between rows: equal results do not show from which row they come.
+The rows are the warm-up samples, if there are any, and generated ones of several kinds. The
+reference results of different rows must differ, because equal results do not show their row.
 
 Runs on: the process of a sandboxed load; worker main for a model that has no sandboxed load.
 """
@@ -38,11 +41,11 @@ MAGNITUDE = 1000.0
 RARE = (((float("nan"),), "NaN"), ((float("inf"), float("-inf")), "infinities"))
 FAR_ROWS = 1024
 FAR_BYTES_MAX = 32 << 20
-"""Inputs and results of a batch of `FAR_ROWS` rows."""
+"""Limit of the inputs and results of a batch of `FAR_ROWS` rows."""
 SMALL_SHARE = 0.05
 """Largest difference of `approximate` results, as a share of the results of all rows."""
 SEARCHED_ROWS = 512
-"""Rows of a batch in which other results of an output are searched."""
+"""Rows of a batch that is searched for rows with different results of an output."""
 MEASURE_S = 20.0
 WHAT_TO_DO = "add warm-up samples with different results, or `combine` to the manifest"
 
@@ -50,14 +53,14 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Extent(NamedTuple):
-    """How much a measurement runs.
+    """Sizes and number of the batches that a measurement runs.
 
     Attributes:
-        rows: Rows of a kind of values.
+        rows: Rows of a kind of values that are compared.
         padded: Rows of a batch whose last row is repeated.
-        many: Rows of a batch with other rows.
-        kinds: Kinds of values.
-        total: Rows of all batches together, about.
+        many: Rows of a batch with many other rows.
+        kinds: Number of kinds of values.
+        total: Approximate number of the rows of all batches.
     """
 
     rows: int
@@ -72,7 +75,7 @@ EXTENTS = (
     Extent(rows=4, padded=6, many=16, kinds=2, total=130),
     Extent(rows=3, padded=4, many=6, kinds=1, total=40),
 )
-"""The first one whose predicted time fits is used: a row of a large model takes a second."""
+"""The first one whose predicted time fits is used; a row of a large model can take a second."""
 TIME_SHARE = 0.4
 """Share of the time limit that the prediction may use."""
 
@@ -100,7 +103,7 @@ class RowVerdict(NamedTuple):
 class _Difference(NamedTuple):
     """A result that differs from the reference.
 
-    `share` is its difference as a share of the results of all rows; 1 if it has no size.
+    `share` is its difference as a share of the results of all rows; 1 if the batch fails.
     """
 
     share: float
@@ -112,7 +115,7 @@ class _Undecided(Exception):
 
 
 class _Dependent(Exception):
-    """The results of a batch are not one for each row; the message is the evidence."""
+    """A batch has another number of results than rows; the message is the evidence."""
 
 
 def measure_rows(
@@ -150,7 +153,10 @@ def measure_rows(
 
 
 class _Measurement:
-    """One measurement; `close` stops its timer."""
+    """State of one measurement; `close` stops its timer.
+
+    A similar batch has rows of one magnitude, an unlike batch has others of another magnitude too.
+    """
 
     def __init__(
         self,
@@ -173,105 +179,108 @@ class _Measurement:
         self._is_late = False
         self._extent = EXTENTS[0]
         self._far_rows = 0
-        self._largest = 0
+        self._largest_rows = 0
         self._may_be_zero = False
-        self._varied: set[str] = set()
-        self._examined = 0
-        self._problem = ""
-        self._worst: _Difference | None = None
-        self._outlier: _Difference | None = None
+        self._varied_outputs: set[str] = set()
+        self._kinds_examined = 0
+        self._first_error = ""
+        self._worst_similar: _Difference | None = None
+        self._worst_unlike: _Difference | None = None
 
     def close(self) -> None:
         """Stop the timer."""
         self._timer.cancel()
 
     def verdict(self, samples: Arrays, graph_file: Path, *, is_confined: bool) -> RowVerdict:
-        """Run every kind of values, and judge the differences."""
+        """Compare the rows of each kind of values, and judge the differences."""
         self._extent = self._choose_extent()
         kinds = self._kinds(graph_file, is_confined=is_confined)
         if samples:
             self._examine(kinds[0], samples)
         count = self._fixed or self._extent.rows
         for number, values in enumerate(kinds):
-            if self._examined < self._extent.kinds and not self._is_dependent:
+            if self._kinds_examined < self._extent.kinds and not self._is_dependent:
                 self._examine(values, self._generator.rows(count, values, seed=number))
-        if not self._is_different and self._examined:
+        if not self._has_difference and self._kinds_examined:
             for rare, text in RARE:
                 for each in self._rare_rows(rare, text):
-                    self._worst = _larger(self._worst, each)
-        if not self._is_different and self._fixed is None:
+                    self._worst_similar = _larger_of(self._worst_similar, each)
+        if not self._has_difference and self._fixed is None:
             self._search_other_results(kinds)
         return self._judge()
 
     def _examine(self, values: Values, rows: Arrays) -> None:
-        """Compare the results of some rows in all batches; rows whose runs fail are skipped."""
+        """Compare the results of rows in all batches with the reference, unless its runs fail."""
         found = self._reference(rows)
         if isinstance(found, str):
-            self._problem = self._problem or found
+            self._first_error = self._first_error or found
             return
-        self._examined += 1
-        self._require_repeated(rows, found)
+        self._kinds_examined += 1
+        self._require_repeatable(rows, found)
         self._note_varied(found)
         for each in self._same_magnitude(rows, found, values):
-            self._worst = _larger(self._worst, each)
+            self._worst_similar = _larger_of(self._worst_similar, each)
         for each in self._other_magnitudes(rows, found, values):
-            self._outlier = _larger(self._outlier, each)
-        if not self._is_different:
+            self._worst_unlike = _larger_of(self._worst_unlike, each)
+        if not self._has_difference:
             for each in self._rare_neighbours(rows, found, values):
-                self._outlier = _larger(self._outlier, each)
+                self._worst_unlike = _larger_of(self._worst_unlike, each)
 
     @property
-    def _is_different(self) -> bool:
-        return self._worst is not None or self._outlier is not None
+    def _has_difference(self) -> bool:
+        return self._worst_similar is not None or self._worst_unlike is not None
 
     @property
     def _is_dependent(self) -> bool:
-        return self._worst is not None and self._worst.share > SMALL_SHARE
+        return self._worst_similar is not None and self._worst_similar.share > SMALL_SHARE
 
     def _search_other_results(self, kinds: Sequence[Values]) -> None:
-        """Examine rows with other results of outputs that have not varied, such as labels."""
+        """Search and examine rows for which outputs differ that have not varied, such as labels."""
         for values in kinds:
-            if not self._examined or self._varied == set(self._names):
+            if not self._kinds_examined or self._varied_outputs == set(self._names):
                 return
             many = self._generator.rows(SEARCHED_ROWS, values, seed=96)
             results = self._results(many)
             if isinstance(results, str):
                 continue
             wanted = {0, 1}
-            for name in set(self._names) - self._varied:
+            for name in set(self._names) - self._varied_outputs:
                 first, *others = results[name]
-                different = (n for n, row in enumerate(others, 1) if not _same(first, row))
+                different = (n for n, row in enumerate(others, 1) if not _is_same(first, row))
                 wanted.update(islice(different, 2))
             if len(wanted) > 2:
                 self._examine(values, _take(many, sorted(wanted)))
 
     def _judge(self) -> RowVerdict:
-        if self._worst is not None:
-            share, text = self._worst.share, (self._outlier or self._worst).text
+        """The verdict for the largest differences."""
+        if self._worst_similar is not None:
+            share, text = (
+                self._worst_similar.share,
+                (self._worst_unlike or self._worst_similar).text,
+            )
             if share > SMALL_SHARE:
-                return RowVerdict("dependent", _evidence(self._worst.text))
+                return RowVerdict("dependent", _evidence(self._worst_similar.text))
             return RowVerdict("approximate", _evidence(text))
-        if self._outlier is not None:
-            is_small = self._outlier.share <= SMALL_SHARE
-            text = self._outlier.text
+        if self._worst_unlike is not None:
+            is_small = self._worst_unlike.share <= SMALL_SHARE
+            text = self._worst_unlike.text
             return RowVerdict("approximate" if is_small else "dependent", _evidence(text))
-        if not self._examined:
-            raise _Undecided(f"no batch of generated rows runs: {self._problem}; {WHAT_TO_DO}")
-        same = [name for name in self._names if name not in self._varied]
+        if not self._kinds_examined:
+            raise _Undecided(f"no batch of generated rows runs: {self._first_error}; {WHAT_TO_DO}")
+        same = [name for name in self._names if name not in self._varied_outputs]
         if same:
             raise _Undecided(
                 f"output `{same[0]}` has the same result for all rows that were tried; {WHAT_TO_DO}"
             )
         count = self._fixed or self._extent.rows
-        sizes = f"{count}" if self._fixed else f"1 to {self._largest or self._extent.many}"
-        plural = "s" if self._examined > 1 else ""
+        sizes = f"{count}" if self._fixed else f"1 to {self._largest_rows or self._extent.many}"
+        kinds = f"{self._kinds_examined} kind{'s' if self._kinds_examined > 1 else ''}"
         return RowVerdict(
-            "independent",
-            f"{count} rows of {self._examined} kind{plural} of values, in batches of {sizes} rows",
+            "independent", f"{count} rows of {kinds} of values, in batches of {sizes} rows"
         )
 
     def _choose_extent(self) -> Extent:
-        """The extent for the time that one row takes, or one batch of a fixed number of rows."""
+        """Choose the extent by the time of one row, and whether a batch of `FAR_ROWS` runs."""
         arrays = self._generator.rows(self._fixed or 1, Values(), seed=97)
         times = []
         for _ in range(2):
@@ -305,7 +314,7 @@ class _Measurement:
         return kinds
 
     def _reference(self, rows: Arrays) -> dict[str, np.ndarray] | str:
-        """The results of each row alone, or of the only possible batch; a text if a run fails."""
+        """The results of each row alone, or of a batch of the fixed size; a text if a run fails."""
         if self._fixed is not None:
             return self._results(rows)
         first = self._results(_take(rows, [0]))
@@ -315,15 +324,15 @@ class _Measurement:
                 return first
             raise _Undecided(f"a batch of one row fails, and one of several rows runs: {first}")
         parts = [first]
-        for index in range(1, _count(rows)):
+        for index in range(1, _row_count(rows)):
             part = self._results(_take(rows, [index]))
             if isinstance(part, str):
                 return part
             parts.append(part)
         return {name: np.concatenate([part[name] for part in parts]) for name in self._names}
 
-    def _require_repeated(self, rows: Arrays, found: dict[str, np.ndarray]) -> None:
-        """Stop for a model whose runs differ for the same rows."""
+    def _require_repeatable(self, rows: Arrays, found: dict[str, np.ndarray]) -> None:
+        """Raise `_Undecided` if two runs of the same rows have different results."""
         first = rows if self._fixed is not None else _take(rows, [0])
         again = self._results(first)
         expected = found if self._fixed is not None else _take(found, [0])
@@ -337,21 +346,21 @@ class _Measurement:
         """Note the outputs that have different results for different rows."""
         for name in self._names:
             result = found[name]
-            if any(not _same(result[0], row) for row in result[1:]):
-                self._varied.add(name)
+            if any(not _is_same(result[0], row) for row in result[1:]):
+                self._varied_outputs.add(name)
 
     def _same_magnitude(
         self, rows: Arrays, found: dict[str, np.ndarray], values: Values
     ) -> Iterator[_Difference]:
-        """Differences in batches of rows like these."""
-        count = _count(rows)
+        """Differences in batches of rows of the same magnitude."""
+        count = _row_count(rows)
         indices = list(range(count))
         backwards = indices[::-1]
         if self._fixed is not None:
             yield from self._compare(_take(rows, backwards), found, backwards, "in reverse")
             for index in sorted({0, count // 2, count - 1}):
                 repeated = _take(rows, [index] * count)
-                yield from self._compare(repeated, found, [index] * count, "repeated")
+                yield from self._compare(repeated, found, [index] * count, "in a batch of copies")
                 other = self._generator.rows(count, values, seed=100 + index)
                 yield from self._compare_one(rows, found, index, other, "with other rows")
             return
@@ -371,17 +380,17 @@ class _Measurement:
     def _behind_many(
         self, rows: Arrays, found: dict[str, np.ndarray], values: Values
     ) -> Iterator[_Difference]:
-        """Differences at the end of the largest batch; once for the measurement."""
-        before, self._far_rows = self._far_rows - _count(rows), 0
+        """Differences at the end of a batch of `FAR_ROWS` rows; only once for a measurement."""
+        before, self._far_rows = self._far_rows - _row_count(rows), 0
         if before <= 0:
             return
         others = self._generator.rows(before, values, seed=95)
         if isinstance(self._results(others), str):
             return
-        self._largest = before + _count(rows)
+        self._largest_rows = before + _row_count(rows)
         joined = {name: np.concatenate([others[name], rows[name]]) for name in rows}
-        own = list(range(before, before + _count(rows)))
-        indices = list(range(_count(rows)))
+        own = list(range(before, before + _row_count(rows)))
+        indices = list(range(_row_count(rows)))
         yield from self._compare(joined, found, indices, f"behind {before} rows", own)
 
     def _rare_neighbours(
@@ -396,14 +405,14 @@ class _Measurement:
             kinds.append((values._replace(low=0, high=0), "zeros"))
             kinds.append((values._replace(low=-2, high=-1), "negative values"))
         for kind, text in kinds:
-            others = self._generator.rows(_count(rows), kind, seed=94)
+            others = self._generator.rows(_row_count(rows), kind, seed=94)
             yield from self._among(rows, found, others, f"among rows with {text}")
 
     def _rare_rows(self, rare: tuple[float, ...], text: str) -> Iterator[_Difference]:
         """Differences of rows with NaN or infinities between two sets of other rows.
 
-        They are at the same places in both batches: the runtime may compute a maximum with NaN
-        otherwise in another place.
+        The rows have the same positions in both batches, because the runtime may compute a maximum
+        with NaN differently at another position.
         """
         if not self._generator.has_floats:
             return
@@ -419,15 +428,17 @@ class _Measurement:
         if not isinstance(found, str) and not isinstance(self._results(second), str):
             expected = _take(found, own)
             indices = list(range(len(own)))
-            yield from self._compare(second, expected, indices, f"with {text}, among others,", own)
+            yield from self._compare(
+                second, expected, indices, f"with {text} among other rows", own
+            )
 
     def _other_magnitudes(
         self, rows: Arrays, found: dict[str, np.ndarray], values: Values
     ) -> Iterator[_Difference]:
-        """Differences among rows that are much larger and much smaller."""
+        """Differences among rows whose values are much larger or much smaller."""
         if not self._generator.has_floats:
             return
-        count = _count(rows)
+        count = _row_count(rows)
         for factor in (MAGNITUDE, 1 / MAGNITUDE):
             scaled = values._replace(scale=values.scale * factor)
             others = self._generator.rows(count, scaled, seed=98)
@@ -436,8 +447,8 @@ class _Measurement:
     def _among(
         self, rows: Arrays, found: dict[str, np.ndarray], others: Arrays, text: str
     ) -> Iterator[_Difference]:
-        """Differences of rows between others, unless these fail by themselves."""
-        count = _count(rows)
+        """Differences of rows among others, unless the others alone fail."""
+        count = _row_count(rows)
         if self._fixed is not None:
             for index in sorted({0, count - 1}):
                 yield from self._compare_one(rows, found, index, others, text)
@@ -450,7 +461,7 @@ class _Measurement:
     def _compare_one(
         self, rows: Arrays, found: dict[str, np.ndarray], index: int, others: Arrays, text: str
     ) -> Iterator[_Difference]:
-        """Differences of one row of a full batch whose other rows are replaced."""
+        """Differences of one row in a batch of other rows, unless the others alone fail."""
         if isinstance(self._results(others), str):
             return
         mixed = {name: others[name].copy() for name in rows}
@@ -471,9 +482,9 @@ class _Measurement:
         Args:
             batch: The inputs.
             found: Results of the reference.
-            indices: Rows of the reference.
+            indices: Rows of the reference that are in the batch.
             text: How they run, for the evidence.
-            at: Where these rows are in the batch; by default they are its first ones.
+            at: Positions of these rows in the batch; by default the first ones.
         """
         results = self._results(batch)
         if isinstance(results, str):
@@ -489,11 +500,13 @@ class _Measurement:
             where = np.argwhere(is_wrong)[0]
             value, wanted = one[tuple(where)], expected[tuple(where)]
             share = difference(one, expected, scale)
+            size = f"the difference is {share:.2g} of the largest result"
+            if expected.dtype.kind != "f":
+                size = f"{share:.2g} of the results differ"
             yield _Difference(
                 share,
-                f"output `{name}` of row {indices[int(where[0])]} differs {text} by {share:.2g} of "
-                f"the results: {value!s:.40}, {wanted!s:.40} "
-                f"{'with its own batch' if self._fixed else 'alone'}",
+                f"output `{name}` of row {indices[int(where[0])]} is {value!s:.40} {text}, and "
+                f"{wanted!s:.40} {'in its own batch' if self._fixed else 'alone'}; {size}",
             )
 
     def _mismatches(
@@ -507,7 +520,7 @@ class _Measurement:
             self._raise_late()
         self._run = Run()
         try:
-            return self._model.results(_count(rows), rows, self._run)
+            return self._model.results(_row_count(rows), rows, self._run)
         except (ContractError, ExecutionFailed) as error:
             if self._is_late:
                 self._raise_late()
@@ -519,25 +532,27 @@ class _Measurement:
         raise _Undecided(f"the measurement took more than {self._seconds:g} s")
 
     def _expire(self) -> None:
+        """End the measurement; runs on the timer's thread."""
         self._is_late = True
         self._run.abort()
 
 
 def _take(arrays: Arrays, indices: Sequence[int]) -> dict[str, np.ndarray]:
+    """Rows with these indices."""
     return {name: array[list(indices)] for name, array in arrays.items()}
 
 
-def _count(arrays: Arrays) -> int:
+def _row_count(arrays: Arrays) -> int:
     """Number of rows."""
     return len(next(iter(arrays.values())))
 
 
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
+def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
     is_float = np.asarray(one).dtype.kind == "f"
     return bool(np.array_equal(one, other, equal_nan=is_float))
 
 
-def _larger(one: _Difference | None, other: _Difference) -> _Difference:
+def _larger_of(one: _Difference | None, other: _Difference) -> _Difference:
     return other if one is None or other.share > one.share else one
 
 
