@@ -172,25 +172,25 @@ def form(
             rows += count
             if len(picks) == REQUESTS_MAX:
                 break
-        kept_ns = _kept_ns(cost, rules.run_rows(rows), rows, free_ns) if free_ns else 0
-        reserves_worker = kept_ns > now_ns
+        busy_hold_ns = _busy_hold_ns(cost, rules.run_rows(rows), rows, free_ns) if free_ns else 0
+        reserves_worker = busy_hold_ns > now_ns
         return Formed(
-            picks, rows, Reason.IDLE, kept_ns if reserves_worker else 0, reserves_worker, []
+            picks, rows, Reason.IDLE, busy_hold_ns if reserves_worker else 0, reserves_worker, []
         )
     draft = _Draft(rules, cost, max(now_ns, free_ns), target)
     doomed: list[Request] = []
     reason = draft.fill(queue, doomed, slice_max, brief, now_ns)
-    hold_ns = kept_ns = 0
-    must_keep = draft.due_ns < NEVER_NS or draft.is_sliced
-    may_wait = reason is None or must_keep
+    hold_ns = busy_hold_ns = 0
+    must_hold = draft.due_ns < NEVER_NS or draft.is_sliced
+    may_wait = reason is None or must_hold
     is_alone = rules.is_apart or (bool(draft.picks) and draft.picks[0][0].is_alone)
     if may_wait and draft.picks and not is_alone:
         run_rows = rules.run_rows(draft.rows)
-        kept_ns = _kept_ns(cost, run_rows, draft.rows, free_ns, must_keep=must_keep)
+        busy_hold_ns = _busy_hold_ns(cost, run_rows, draft.rows, free_ns, must_hold=must_hold)
         if reason is None:
-            hold_ns = _hold_ns(draft, expected)
+            hold_ns = _idle_hold_ns(draft, expected)
             reason = Reason.LINGER if rules.linger_ns else Reason.IDLE
-    until_ns = max(hold_ns, kept_ns)
+    until_ns = max(hold_ns, busy_hold_ns)
     if reason is Reason.DEADLINE and until_ns <= now_ns and rules.may_doom and not doomed:
         doomed = _select_rejections(draft, queue)
     return Formed(
@@ -198,7 +198,7 @@ def form(
         draft.rows,
         reason or Reason.IDLE,
         until_ns if until_ns > now_ns else 0,
-        kept_ns > now_ns and kept_ns >= hold_ns,
+        busy_hold_ns > now_ns and busy_hold_ns >= hold_ns,
         doomed,
     )
 
@@ -320,21 +320,21 @@ def _target(queue: WaitingQueue, rules: Rules, cost: CostModel) -> int:
     return min(rules.rows_max, max(full_rows, 1))
 
 
-def _kept_ns(
-    cost: CostModel, run_rows: int, rows: int, free_ns: int, *, must_keep: bool = False
+def _busy_hold_ns(
+    cost: CostModel, run_rows: int, rows: int, free_ns: int, *, must_hold: bool = False
 ) -> int:
     """Time until which to hold a batch for a busy worker; 0: send it now.
 
     A batch whose rows cost more than its fixed cost gains little by growing and is sent at once.
-    `must_keep` (a deadline, or a slice) holds it, because a more urgent request may arrive.
+    `must_hold` (a deadline, or a slice) holds it, because a more urgent request may arrive.
     """
-    may_hold = cost.base_ns >= cost.row_ns * rows or must_keep
+    may_hold = cost.base_ns >= cost.row_ns * rows or must_hold
     if not free_ns or not cost.samples or not may_hold:
         return 0
     return free_ns - LEAD_NS - int(LEAD_SHARE * cost.predict_ns(run_rows))
 
 
-def _hold_ns(draft: _Draft, expected: Iterable[tuple[int, int]]) -> int:
+def _idle_hold_ns(draft: _Draft, expected: Iterable[tuple[int, int]]) -> int:
     """Time until which to hold a batch for an idle worker while it grows; 0: send it now.
 
     A linger ends in time for the earliest deadline. Without a linger, the batch is held for an

@@ -105,9 +105,9 @@ class Lane:
         quarantine: Quarantine in force; None: requests are accepted.
         outage: Why the remote server of the model cannot be reached; empty if it can.
         absence: Why none of its workers can run, such as a lost GPU; empty if one can.
-        unreachable: Batches in a row that failed because it could not be reached.
+        unreachable: Consecutive batches that failed because the remote server was not reached.
         is_isolated: It runs in a dedicated worker, because its batches crashed others.
-        is_held: No batch is sent, until it is known why a worker ended that ran one.
+        is_held: No batch is sent until the exit of a worker that ran one is explained.
         offenders: Sources whose requests ended workers.
         refusal: Error of a worker that could not load the model.
         entering: Number of requests before the queue: being read, or waiting for arena memory.
@@ -167,7 +167,7 @@ class Lane:
         return f"{self.model.name}/{self.model.version}"
 
     def is_for(self, worker: WorkerSlot) -> bool:
-        """Whether a worker loads the model: it is of its pool, with a device that it may use."""
+        """Whether a worker loads the model: it has the pool and one of the devices of the model."""
         return worker.pool == self.model.pool and worker.device in self.model.devices
 
     def pool_workers(self, workers: Iterable[Slot]) -> list[Slot]:
@@ -195,7 +195,7 @@ class Lane:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a quorum of stable workers accepts batches: no quarantine, and no outage."""
+        """Whether a quorum of stable workers accepts batches, without quarantine or outage."""
         return (
             self.quarantine is None
             and not self.outage
@@ -317,7 +317,7 @@ class Lane:
     def whole_error(self, rows: int, *, is_cut: bool = False) -> IskanderError | None:
         """The error of a request that cannot be one run with exactly its rows; None if it can.
 
-        For a lane whose rules are `is_whole`.
+        For a lane whose rules are `is_whole`. `is_cut`: the request was cut from a larger one.
         """
         assert self.contract is not None
         rows_fixed, reason = self.contract.rows_fixed, self.relation.reason
@@ -353,12 +353,12 @@ class Lane:
         return ContractError(
             f"a request for model `{self.title}` must have all rows of its table, and the client "
             f"has cut the table: {self.relation.reason}. Repeat the call, so that the client reads "
-            "the model's contract again; if versions differ, name one",
+            "the model's contract again; if the served versions differ, name a version",
             model=self.model.name,
         )
 
     def require_rows_optional(self) -> None:
-        """Raise an error if a request without rows is not answered, with a fixed first axis."""
+        """Raise an error if each request needs a fixed number of rows, and so cannot be empty."""
         error = self.whole_error(0) if self.rules.is_whole else None
         if error is not None:
             raise error
@@ -367,8 +367,8 @@ class Lane:
         """Reject a request that cannot be queued or cannot complete in time.
 
         Raises:
-            IskanderError: From `require_worker`, `whole_error`, `share_error`, `expired_error`,
-                `late_error` or `select_victims`.
+            IskanderError: From `require_worker`, `Offenders.error`, `whole_error`, `share_error`,
+                `expired_error`, `late_error` or `select_victims`.
         """
         # Step 3
         self.require_worker()
@@ -485,7 +485,7 @@ class Lane:
         if rules.is_whole and formed.picks:
             request = formed.picks[0][0]
             if self.whole_error(request.rows, is_cut=request.is_cut) is not None:
-                # Queued before another worker measured the rows.
+                # It was queued before the measurement of another worker changed the rules.
                 formed = msgspec.structs.replace(formed, doomed=[*formed.doomed, request])
         return formed
 

@@ -3,9 +3,10 @@
 The death or hang of a worker counts for the model of its running batch. At the first one the model
 moves from the shared workers to one of its own, which runs the batch's requests again; the shared
 worker restarts without it. Until the exit of the worker is known, the model's requests are held.
-After a time without deaths the model returns. At `workers.model_deaths` of its own worker, its
-requests are rejected for a time that doubles. Deaths by requests of one source count once there,
-because that source is slowed (`scheduling.offenders`). New model files reset the counts.
+After a time without deaths the model returns. After `workers.model_deaths` deaths of its own
+worker, its requests are rejected for a time that doubles. Deaths by requests of one source count
+once there, because requests of that source are rejected for a pause (`scheduling.offenders`). New
+model files reset the counts.
 
 The first of several gateway processes decides, because it starts the workers. The others follow
 when the isolated worker attaches to them.
@@ -42,11 +43,11 @@ QUARANTINE_MAX_S: Final = 3600.0
 TICK_S: Final = 1.0
 """Interval of checks for isolated workers whose model is gone, or may return."""
 RETURN_DOUBLINGS_MAX: Final = 8
+"""Limit of the doublings of the time without deaths after which a model returns."""
 HOLD_S: Final = 2.0
-"""Longest time for which a model's requests are held until an exit or an isolated worker."""
-
-
+"""Longest time for which a model's requests are held, if no exit or isolated worker is seen."""
 FOREIGN: Final = "another gateway process"
+"""Party of the batches of other gateway processes."""
 
 
 class _Suspicion(NamedTuple):
@@ -64,14 +65,14 @@ class DeathRate:
 
     Attributes:
         isolations: Times that the model was moved to a worker of its own.
-        can_isolate: No worker of its own has failed to load the model.
+        can_isolate: False after an isolated worker could not load the model.
         last_ns: Time of the last death.
     """
 
     def __init__(self, limit: int, window_ns: int) -> None:
         self._limit = limit
         self._window_ns = window_ns
-        # Time and party of each; None: a party of its own.
+        # Time and party of each death; a death without a party counts by itself.
         self._deaths: deque[tuple[int, Party | None]] = deque(maxlen=limit)
         self.released_ns = self.last_ns = 0
         self.quarantines = self.isolations = 0
@@ -83,7 +84,7 @@ class DeathRate:
         self._deaths = deque(self._deaths, maxlen=limit)
 
     def note(self, at_ns: int, party: Party | None = None) -> bool:
-        """Count a death; return whether the limit is reached, which is 1 after a quarantine.
+        """Count a death; return whether the limit is reached. After a quarantine it is 1.
 
         Deaths by requests of one party count as one.
         """
@@ -101,7 +102,10 @@ class DeathRate:
         return True
 
     def may_return(self, now_ns: int) -> bool:
-        """Whether an isolated model may return: after a window without deaths, then two, four."""
+        """Whether an isolated model may return, after a time without deaths.
+
+        The time is one window at the first isolation, two at the second, then four, and so on.
+        """
         quiet_ns = self._window_ns << min(max(self.isolations - 1, 0), RETURN_DOUBLINGS_MAX)
         return now_ns - self.last_ns > quiet_ns
 
@@ -156,7 +160,7 @@ class Quarantines:
 
         The model's requests are held, so that no other shared worker runs the same batch.
         """
-        lane = self._running(worker)
+        lane = self._running_lane(worker)
         # A hang caused by SIGSTOP is not a fault of the model.
         was_paused = worker.is_hung and worker.was_stopped
         if lane is None or not self.settings.model_deaths or was_paused:
@@ -203,7 +207,7 @@ class Quarantines:
         if self._tick_timer is not None:
             self._tick_timer.cancel()
 
-    def _running(self, worker: Worker) -> Lane | None:
+    def _running_lane(self, worker: Worker) -> Lane | None:
         """Return the lane of a worker's running batch, possibly of another gateway process."""
         batch_id = worker.last_beat().batch_id
         if batch_id > 0:
@@ -215,6 +219,7 @@ class Quarantines:
         return None
 
     def _on_death(self, lane: Lane, worker: Worker, party: Party | None) -> None:
+        """Count a death, and isolate or quarantine the model if necessary."""
         settings = self.settings
         lane.counts["worker_deaths"] += 1
         for key in self._rates.keys() - self.lanes.keys():
@@ -230,7 +235,8 @@ class Quarantines:
             if rate.note(rate.last_ns, party):
                 self._quarantine(lane, rate)
         elif not can_isolate:
-            # It ends the worker of other models: each death counts, or the first is enough.
+            # The model ends workers that serve other models too: its first death is enough. A
+            # gateway that starts no workers counts deaths without parties up to the limit.
             if rate.note(rate.last_ns) or settings.spawn:
                 self._quarantine(lane, rate)
         elif self.is_first:
@@ -241,7 +247,7 @@ class Quarantines:
         return max((self._planned, *(each.index + 1 for each in self.workers)))
 
     def _hold(self, lane: Lane) -> None:
-        """Send no batch of a model until its fate is known, at most for `HOLD_S`."""
+        """Send no batch of a model until the exit of its worker is known, at most for `HOLD_S`."""
         lane.is_held = True
         key = lane.model.key
         if key in self._holds:
@@ -298,11 +304,11 @@ class Quarantines:
         lane.quarantine = Quarantine(reason, int(pause_s * 1000))
         lane.counts["quarantines"] += 1
         self.reject_queued(lane, lane.quarantine_error())
-        timer = asyncio.get_running_loop().call_later(pause_s, self._release, lane, rate)
+        timer = asyncio.get_running_loop().call_later(pause_s, self._end_quarantine, lane, rate)
         self._timers[lane.model.key] = timer
         self.on_change()
 
-    def _release(self, lane: Lane, rate: DeathRate) -> None:
+    def _end_quarantine(self, lane: Lane, rate: DeathRate) -> None:
         log.model_quarantine_ended(model=lane.title)
         self._timers.pop(lane.model.key, None)
         lane.quarantine = None
@@ -330,12 +336,15 @@ class Quarantines:
             self._tick_timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _consider_return(self, key: int, isolated: Worker) -> None:
-        """Return a model after a quiet time: its own worker serves until a shared one does."""
+        """Return a model after a time without deaths.
+
+        Its own worker serves it until a shared worker does.
+        """
         lane, rate = self.lanes.get(key), self._rates.get(key)
         if not self.is_first or lane is None or rate is None:
             return
         if lane.is_isolated and key in isolated.load_errors:
-            # Such as a GPU without memory for it beside a shared worker.
+            # Its own worker cannot load it, such as on a GPU without memory for a second copy.
             rate.can_isolate = False
             self._return_to_shared(lane)
         if lane.is_isolated and lane.quarantine is None and rate.may_return(now_ns()):
@@ -359,9 +368,9 @@ class Quarantines:
 
 
 def _party_of(worker: Worker) -> Party | None:
-    """Return who sent the running batch of a worker; None if it has rows of several.
+    """Return the party that sent the running batch of a worker; None for rows of several parties.
 
-    All of another gateway process are one party: that process counts them itself.
+    All batches of another gateway process have one party, because that process counts them too.
     """
     batch = worker.in_flight.get(worker.last_beat().batch_id)
     if batch is None:

@@ -60,12 +60,12 @@ class Session:
     Attributes:
         notices: Problems that do not prevent serving.
         digest: Digest of the model version, for heartbeats.
-        files_sha256: Hash of the model's files, of `Loaded`.
-        library: Library that computes its batches, of `Loaded`.
-        measurement: What its load found out by running it.
+        files_sha256: Hash of the model's files, sent in `Loaded`; empty if unknown.
+        library: Name and version of the library that computes its batches, sent in `Loaded`.
+        measurement: What the load found out about the model by running it.
         graph: Tensors that the model itself declares.
-        device: GPU that it computes on, if any.
-        launcher: Of a model on a device, unless a tensor must be converted on the host.
+        device: GPU that computes its batches; None: the processor.
+        launcher: Launcher of a model on a GPU; None if the host must convert a tensor.
         workspaces: Device memory of each slot; empty without a launcher.
     """
 
@@ -99,7 +99,7 @@ class Session:
         self._combine = manifest.combine if manifest is not None else None
         self._choices = _choices(manifest, labels)
         if known is not None:
-            self._require_one_result_a_row()
+            self._require_one_result_per_row()
             self.contract = _without_binding(self.contract, known.unbound)
         self._compute: Compute = model.compute
         is_plain = True
@@ -146,10 +146,11 @@ class Session:
         return self.launcher is None
 
     def bucket(self, number: int) -> Session:
-        """The session for a bucket's input length; the last one is itself."""
+        """The session for a bucket's input length; this one is that of the last bucket."""
         return self._buckets[number] if number < len(self._buckets) else self
 
     def _variant(self, contract: Contract) -> Session:
+        """A session with the same model and the contract of a bucket."""
         session = copy.copy(self)
         session.contract, session.inputs = contract, RowCopier(contract.inputs)
         session.workspaces = session._make_workspaces()
@@ -199,17 +200,17 @@ class Session:
             raise ExecutionFailed(f"computing this batch failed: {error}") from None
 
     def results(self, rows: int, arrays: Arrays, run: Run) -> dict[str, np.ndarray]:
-        """The results of a batch by name, computed as a caller's."""
+        """The results of a batch by name; computed in the same way as the batch of a caller."""
         return from_body(self.contract.outputs, rows, compute(self, rows, arrays, run))
 
     def stain(self, lengths: Sequence[int], pattern: int) -> None:
-        """Fill memory of these lengths with a pattern and free it, where the model allocates."""
+        """Fill memory of these lengths with a pattern and free it, in the model's allocator."""
         getattr(self._model, "stain", stain_memory)(lengths, pattern)
 
     def warm_up(self, rows_max: int) -> None:
         """Run the first batches, of at most `rows_max` rows, before any caller's.
 
-        A session without a measurement proves first which memory its runs write.
+        Without a cached measurement, it is first proved which memory the runs write.
         """
         if isinstance(self._model, RemoteModel) and not self._warm_up.samples:
             return
@@ -228,8 +229,8 @@ class Session:
     def measure(self, *, is_confined: bool, seconds: float = MEASURE_S) -> None:
         """Measure whether rows affect each other, unless the load has a cached measurement.
 
-        Raises a `ManifestError` for a model that returns other numbers of results than rows.
-        `is_confined`: a crash ends only a process of this load. `seconds` limit the time.
+        Raises a `ManifestError` if a batch has another number of results than rows.
+        `is_confined`: a crash ends only the process of this load. `seconds` limit the time.
         """
         if self._is_measured:
             return
@@ -238,25 +239,31 @@ class Session:
         if isinstance(self._model, RemoteModel):
             self.measurement = undecided("a remote model is sent no generated rows", unbound)
             return
-        samples: Arrays = {}
-        if self._warm_up.samples:
-            count, samples = sample_inputs(
-                self.contract.inputs, self._folder, self._warm_up.samples
-            )
-            step = max(count // SAMPLES_MEASURED, 1)
-            wanted = self.contract.rows_fixed or SAMPLES_MEASURED
-            samples = {name: array[::step][:wanted] for name, array in samples.items()}
-            if self.contract.rows_fixed not in (None, len(next(iter(samples.values())))):
-                samples = {}
         is_confined = is_confined and self.launcher is None
         verdict, evidence, has_other_rows = measure_rows(
-            self, samples, self._choices, self._file, is_confined=is_confined, seconds=seconds
+            self,
+            self._measured_samples(),
+            self._choices,
+            self._file,
+            is_confined=is_confined,
+            seconds=seconds,
         )
         self.measurement = Measurement(unbound, verdict, evidence, has_other_rows)
-        self._require_one_result_a_row()
+        self._require_one_result_per_row()
 
-    def _require_one_result_a_row(self) -> None:
-        """Reject a model that returns other numbers of results, unless its manifest accepts it."""
+    def _measured_samples(self) -> Arrays:
+        """Some rows of the warm-up samples; empty if a fixed number of rows needs more."""
+        if not self._warm_up.samples:
+            return {}
+        fixed = self.contract.rows_fixed
+        count, samples = sample_inputs(self.contract.inputs, self._folder, self._warm_up.samples)
+        step = max(count // SAMPLES_MEASURED, 1)
+        wanted = fixed or SAMPLES_MEASURED
+        chosen = {name: array[::step][:wanted] for name, array in samples.items()}
+        return chosen if fixed in (None, len(next(iter(chosen.values())))) else {}
+
+    def _require_one_result_per_row(self) -> None:
+        """Reject a model with another number of results than rows, unless `combine` accepts it."""
         if self.measurement.has_other_rows and self._combine is None:
             raise ManifestError(
                 f"{self.measurement.evidence}: its results cannot be assigned to rows; "
@@ -264,7 +271,10 @@ class Session:
             )
 
     def _prove_outputs(self, plan: WarmUp) -> None:
-        """Prove that runs write all memory of their results; raise a `ManifestError` otherwise."""
+        """Prove that runs write all memory of their results; raise a `ManifestError` otherwise.
+
+        Bound outputs that a run does not write are copied from now on.
+        """
         specs, fixed = self.contract.inputs, self.contract.rows_fixed
         random = WarmUp(values="random", low=1, high=2)
         batches = [
@@ -289,7 +299,7 @@ class Session:
 
 
 def _without_binding(contract: Contract, unbound: tuple[str, ...]) -> Contract:
-    """The contract whose outputs of these names are copied from memory of the runtime."""
+    """The contract with these outputs copied from the runtime's memory."""
     outputs = tuple(
         msgspec.structs.replace(spec, is_bound=spec.is_bound and spec.tensor not in unbound)
         for spec in contract.outputs

@@ -36,7 +36,7 @@ _I64 = struct.Struct("<q")
 
 
 class BatchPortion(NamedTuple):
-    """Rows of one bucket, which form a request; `places` are their row numbers in a split batch."""
+    """Rows of one bucket, which form a request; `places` are their numbers in a split batch."""
 
     rows: int
     tensors: list[memoryview]
@@ -75,7 +75,7 @@ class Converter:
     """Converter of one stream; tracks the dictionaries received and sent.
 
     Attributes:
-        is_whole: All rows of a batch are in one portion, with the largest bucket that one needs.
+        is_whole: All rows of a batch form one portion, in the largest bucket that a row needs.
     """
 
     is_whole = False
@@ -94,13 +94,13 @@ class Converter:
         lengths: Sequence[int] = batch.buffers[1::2]
         expanded = 0
         if batch.is_compressed:
-            lengths = self._expanded(batch, body)
+            lengths = self._expanded_lengths(batch, body)
             expanded = sum(lengths)
         elif min(lengths, default=0) < 0:
             raise MalformedInput("a buffer of the record batch has a negative length")
         require_limit("bytes", sum(lengths), self._limits.bytes)
         if self.reader.has_nested:
-            expanded *= 2  # Read again for the indices.
+            expanded *= 2  # The batch is read a second time to validate indices.
         # With buckets, a lower bound by the smallest one; `_portions` checks the exact size.
         decoded = rows * plan.row_bytes_min
         require_limit("bytes", decoded, self._limits.bytes)
@@ -116,14 +116,14 @@ class Converter:
         """Temporary memory to decode a dictionary; raises LimitExceeded if it is too large."""
         work = 0
         if batch.is_compressed:
-            work = sum(self._expanded(batch, body))
+            work = sum(self._expanded_lengths(batch, body))
             require_limit("bytes", work, self._limits.bytes)
         return work + (self.reader.joined_bytes(dictionary) if is_delta else self.reader.next_bytes)
 
     def add_dictionary(self, header: bytes, message: ipc.Message, body: memoryview) -> None:
         """Store a dictionary, or a delta of one, for the batches after it."""
         dictionary, is_delta, batch = ipc.read_dictionary(header, message)
-        expanded = sum(self._expanded(batch, body)) if batch.is_compressed else 0
+        expanded = sum(self._expanded_lengths(batch, body)) if batch.is_compressed else 0
         require_limit("bytes", expanded, self._limits.bytes)
         body = body[: message.body_bytes]
         self.reader.add_dictionary(dictionary, header, body, expanded, is_delta=is_delta)
@@ -131,12 +131,18 @@ class Converter:
     def plain(
         self, header: bytes, batch: ipc.Batch, body: memoryview, cost: Cost, text_bytes_max: int
     ) -> RewrittenBatch:
-        """Rewrite a batch as a plain one; raises LongMessage if its decoded strings are longer."""
+        """Rewrite a batch as a plain one.
+
+        Raises:
+            LongMessage: The decoded strings have more than `text_bytes_max` bytes.
+            MalformedInput: pyarrow cannot read the batch.
+        """
         plan = self._plan
         try:
-            read, takeable = self.reader.read(header, body)
-            self._require_decoded(takeable, cost, text_bytes_max)
-            portions = self._portions(takeable) if plan.is_converted else ()
+            # pyarrow can take rows of `selectable`, whose dictionaries may have other types.
+            read, selectable = self.reader.read(header, body)
+            self._require_decoded(selectable, cost, text_bytes_max)
+            portions = self._portions(selectable) if plan.is_converted else ()
             fields = plan.plain_schema
             columns = [read.column(field.name) for field in fields]
             plain = pa.RecordBatch.from_arrays(columns, schema=fields).serialize()
@@ -247,7 +253,7 @@ class Converter:
         self._sent_key = list(map(_dictionaries_key, passthrough))
         return frames
 
-    def _expanded(self, batch: ipc.Batch, body: memoryview | SegmentRange) -> list[int]:
+    def _expanded_lengths(self, batch: ipc.Batch, body: memoryview | SegmentRange) -> list[int]:
         """The declared sizes of compressed buffers, before decompression."""
         lengths = []
         for start, length in zip(batch.buffers[::2], batch.buffers[1::2], strict=True):
@@ -271,7 +277,7 @@ class Converter:
         decoded = index_bytes
         strings = sum(builder.text_bytes(batch) for builder in builders)
         decoded += strings
-        strings += sum(map(cost.lengths.__getitem__, plan.text_buffers))
+        strings += sum(cost.lengths[index] for index in plan.text_buffers)
         strings += sum(_string_bytes(batch.column(index)) for index in plan.walked_columns)
         require_string_bytes(strings, self._limits)
         if decoded > text_bytes_max:

@@ -202,7 +202,7 @@ class FileReader:
         """Require a file of a table whose missing columns were added later.
 
         Raises:
-            SourceError: It has none of the table's columns, or one in other letters.
+            SourceError: It has none of the table's columns, or a name that differs only in case.
         """
         own = [each.name for each in self._schema if each.name not in values.get("hive", {})]
         if own and not set(own) & set(present):

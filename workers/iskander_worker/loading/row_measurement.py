@@ -253,18 +253,14 @@ class _Measurement:
 
     def _judge(self) -> RowVerdict:
         """The verdict for the largest differences."""
-        if self._worst_similar is not None:
-            share, text = (
-                self._worst_similar.share,
-                (self._worst_unlike or self._worst_similar).text,
-            )
-            if share > SMALL_SHARE:
-                return RowVerdict("dependent", _evidence(self._worst_similar.text))
-            return RowVerdict("approximate", _evidence(text))
-        if self._worst_unlike is not None:
-            is_small = self._worst_unlike.share <= SMALL_SHARE
-            text = self._worst_unlike.text
-            return RowVerdict("approximate" if is_small else "dependent", _evidence(text))
+        similar, unlike = self._worst_similar, self._worst_unlike
+        if similar is not None:
+            if similar.share > SMALL_SHARE:
+                return RowVerdict("dependent", _evidence(similar.text))
+            return RowVerdict("approximate", _evidence((unlike or similar).text))
+        if unlike is not None:
+            is_small = unlike.share <= SMALL_SHARE
+            return RowVerdict("approximate" if is_small else "dependent", _evidence(unlike.text))
         if not self._kinds_examined:
             raise _Undecided(f"no batch of generated rows runs: {self._first_error}; {WHAT_TO_DO}")
         same = [name for name in self._names if name not in self._varied_outputs]
