@@ -496,7 +496,7 @@ class _Measurement:
             where = np.argwhere(is_wrong)[0]
             value, wanted = one[tuple(where)], expected[tuple(where)]
             share = difference(one, expected, scale)
-            size = f"the difference is {share:.2g} of the largest result"
+            size = f"the largest difference is {share:.2g} times the largest result"
             if expected.dtype.kind != "f":
                 size = f"{share:.2g} of the results differ"
             yield _Difference(

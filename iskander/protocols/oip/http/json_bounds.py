@@ -68,20 +68,8 @@ def pieces(raw: bytes | memoryview, shape: tuple[int, ...]) -> Iterator[list[Any
             nevertheless have values of a wrong type.
         MalformedInput: The text is not JSON.
     """
-    text, count = bytes(raw), prod(shape)
-    has_strings = b'"' in text
-    is_flat = text.find(b"[", text.find(b"[") + 1) < 0 and text.find(b"]") == text.rfind(b"]")
-    if not (has_strings or is_flat):
-        _require_form(text.translate(None, _NO_STRUCTURE), shape)
-        flat, ends = text.translate(_BRACKETS_TO_SPACES), _ends(text)
-    elif is_flat and not (has_strings and b"\\" in text):
-        flat = text.strip(_WHITESPACE)
-        if flat[:1] != b"[" or flat[-1:] != b"]":
-            raise InvalidStructure
-        flat = flat[1:-1]
-        ends = _ends_outside_strings(flat) if has_strings else _ends(flat)
-    else:
-        flat, ends = _flatten_with_strings(text, shape)
+    count = prod(shape)
+    flat, ends = _flatten(bytes(raw), shape)
     begin = total = 0
     for end in ends if count or flat.strip(_WHITESPACE + b",") else ():
         try:
@@ -95,6 +83,22 @@ def pieces(raw: bytes | memoryview, shape: tuple[int, ...]) -> Iterator[list[Any
         begin = end + 1
     if total != count:
         raise InvalidStructure
+
+
+def _flatten(text: bytes, shape: tuple[int, ...]) -> tuple[bytes, Iterator[int]]:
+    """Return the values of a list, without the brackets of lists, and the ends of the pieces."""
+    has_strings = b'"' in text
+    has_one_pair = text.find(b"[", text.find(b"[") + 1) < 0 and text.find(b"]") == text.rfind(b"]")
+    if not (has_strings or has_one_pair):
+        _require_form(text.translate(None, _NO_STRUCTURE), shape)
+        return text.translate(_BRACKETS_TO_SPACES), _ends(text)
+    if has_one_pair and not (has_strings and b"\\" in text):
+        flat = text.strip(_WHITESPACE)
+        if flat[:1] != b"[" or flat[-1:] != b"]":
+            raise InvalidStructure
+        flat = flat[1:-1]
+        return flat, _ends_outside_strings(flat) if has_strings else _ends(flat)
+    return _flatten_with_strings(text, shape)
 
 
 def _ends(flat: bytes) -> Iterator[int]:
