@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.hostile.attacks import attacks_of, rows
 from benchmarks.hostile.measure import CORE, Effort, measure
-from benchmarks.hostile.report import render
+from benchmarks.hostile.report import missed, render
 from benchmarks.runner import log_progress
 
 SYSTEMS = ("iskander", "interpreted", CORE)
@@ -51,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     during = record["during"]
                     log_progress(f"{row}, {system}: p99 {record['before']['p99']:.1f} before, "
                         f"{during['p99']:.1f} during, longest {during['longest']:.1f} ms, "
-                        f"{len(during['errors'])} errors")  # fmt: skip
+                        f"opened {during['opened']:.0f}, probes {during['probes']:.0f} ms, "
+                        f"{record['left_bytes'] >> 20} of {record['peak_bytes'] >> 20} MiB left, "
+                        f"{len(during['errors'])} errors, missed: {missed([record], [])}, "
+                        f"{[(e['statuses'], e['message']) for e in record['attackers']]}"
+                        f"{during['errors'][:1]}")  # fmt: skip
     print(render(records))
     return 0
 

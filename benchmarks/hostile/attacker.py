@@ -1,8 +1,9 @@
-"""Process that runs one attack: `python -m benchmarks.hostile.attacker NAME PORT SECONDS`.
+"""Process that runs one attack: `python -m benchmarks.hostile.attacker NAME PLACE SECONDS`.
 
-It starts after a line on standard input. A connection that the server closes is opened again.
-Prints one line of JSON: connections, sent bytes, and the ends of connections, by GOAWAY code or
-socket error.
+PLACE is a port, or the path of a socket. The attack starts after a line on standard input, from
+another address than that of the innocent client. A connection that the server closes is opened
+again. Prints one line of JSON: connections, sent bytes, the ends of connections by GOAWAY code or
+socket error, and the ends of calls by gRPC status.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import sys
 import time
 from collections import Counter
 
-from benchmarks.hostile.attacks import Attack, attacks_of
+from benchmarks.hostile.attack import Attack
+from benchmarks.hostile.attacks import attacks_of
+from benchmarks.hostile.call_client import CallConnection
 
 READ_BYTES = 1 << 18
 SEND_BYTES = 1 << 18
 REOPEN_S = 0.05
-"""Delay before a closed connection is opened again."""
+"""Delay before a connection that the server closed is opened again."""
+SOURCE = "127.0.0.2"
+"""Address of the attacker."""
+ANSWERED = "answered"
 CODES = {1: "PROTOCOL_ERROR", 3: "FLOW_CONTROL_ERROR", 5: "STREAM_CLOSED", 9: "COMPRESSION_ERROR",
          11: "ENHANCE_YOUR_CALM"}  # fmt: skip
 
@@ -33,13 +39,14 @@ class Connection:
         sent: Bytes.
     """
 
-    def __init__(self, attack: Attack, port: int) -> None:
+    def __init__(self, attack: Attack, connection: socket.socket) -> None:
         self.attack = attack
-        self.socket = socket.create_connection(("127.0.0.1", port), 5)
-        self.socket.setblocking(False)
+        self.socket = connection
         self.is_over = False
         self.end = ""
         self.sent = 0
+        self.statuses: Counter[str] = Counter()
+        self.message = ""
         self._unsent = memoryview(attack.opening())
         self._number = 0
         self._next_s = 0.0
@@ -82,6 +89,8 @@ class Connection:
             return
         if not raw:
             self._close("closed")
+        elif self.attack.ends_answered:
+            self._close(ANSWERED)
         elif self.attack.listener == "grpc":
             self._response = (self._response + raw)[-READ_BYTES:]
 
@@ -97,18 +106,34 @@ class Connection:
         self.socket.close()
 
 
-def run_attack(attack: Attack, port: int, seconds: float) -> dict[str, object]:
+def connect(attack: Attack, place: str) -> Connection | CallConnection:
+    """Open a connection of an attack."""
+    if attack.listener == "memory":
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(place)
+    else:
+        address = ("127.0.0.1", int(place))
+        connection = socket.create_connection(address, 5, source_address=(SOURCE, 0))
+    connection.setblocking(False)
+    if attack.calls is not None:
+        return CallConnection(attack, connection, int(place))
+    return Connection(attack, connection)
+
+
+def run_attack(attack: Attack, place: str, seconds: float) -> dict[str, object]:
     """Run an attack; return its counts."""
     ends: Counter[str] = Counter()
+    statuses: Counter[str] = Counter()
     opened = sent = 0
+    message = ""
     until_s = time.monotonic() + seconds
-    connections: list[Connection] = []
+    connections: list[Connection | CallConnection] = []
     reopen_s = 0.0
     with selectors.DefaultSelector() as selector:
         while time.monotonic() < until_s:
             while len(connections) < attack.connections and time.monotonic() >= reopen_s:
                 try:
-                    connection = Connection(attack, port)
+                    connection = connect(attack, place)
                 except OSError:
                     ends["refused"] += 1
                     reopen_s = time.monotonic() + REOPEN_S
@@ -121,16 +146,30 @@ def run_attack(attack: Attack, port: int, seconds: float) -> dict[str, object]:
                 connections.remove(connection)
                 ends[connection.end] += 1
                 sent += connection.sent
-                reopen_s = time.monotonic() + REOPEN_S
+                statuses += connection.statuses
+                message = message or connection.message
+                if connection.end != ANSWERED:
+                    reopen_s = time.monotonic() + REOPEN_S
         for connection in connections:
             sent += connection.sent
+            statuses += connection.statuses
+            message = message or connection.message
             ends["still open"] += 1
             connection.socket.close()
-    return {"attack": attack.name, "connections": opened, "sent_bytes": sent, "ends": dict(ends)}
+    return {
+        "attack": attack.name,
+        "connections": opened,
+        "sent_bytes": sent,
+        "ends": dict(ends),
+        "statuses": dict(statuses),
+        "message": message,
+    }
 
 
 def _exchange(
-    selector: selectors.BaseSelector, connections: list[Connection], attack: Attack
+    selector: selectors.BaseSelector,
+    connections: list[Connection | CallConnection],
+    attack: Attack,
 ) -> None:
     """Send and read once on each ready connection."""
     for connection in connections:
@@ -147,7 +186,7 @@ def _exchange(
             connection.send()
         if connection.is_over:
             selector.unregister(key.fileobj)
-    if not any(each.has_output for each in connections):
+    if not attack.reads and not any(each.has_output for each in connections):
         time.sleep(0.01)
 
 
@@ -158,9 +197,13 @@ def main() -> None:
     attack.opening()
     if attack.chunk is not None:
         attack.chunk(0)
+    if attack.calls is not None:
+        attack.calls.opening(0)
+        if attack.calls.repeated is not None:
+            attack.calls.repeated(0, 0)
     print("ready", flush=True)
     sys.stdin.readline()
-    print(json.dumps(run_attack(attack, int(sys.argv[2]), float(sys.argv[3]))))
+    print(json.dumps(run_attack(attack, sys.argv[2], float(sys.argv[3]))))
 
 
 if __name__ == "__main__":

@@ -5,16 +5,19 @@ Pure: the sockets are in `attacker`.
 
 from __future__ import annotations
 
+import contextlib
+import ssl
 import struct
 import zlib
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.hostile import wire
+from benchmarks.hostile import call_attacks, wire
+from benchmarks.hostile.attack import Attack, Chunk
 from benchmarks.hostile.wire import (
     CHECK,
     CONTINUATION,
@@ -36,35 +39,6 @@ MIB = 1 << 20
 CHUNK_BYTES = 1 << 18
 """Approximate size of the repeated bytes that are built in one piece."""
 MODEL = "movielens-two-tower"
-
-Chunk = Callable[[int], bytes]
-"""Returns the bytes of one repetition, by its number from 0."""
-
-
-class Attack(NamedTuple):
-    """An attack.
-
-    Attributes:
-        name: A row of the table.
-        opening: Returns the first bytes of each connection.
-        chunk: Returns the repeated bytes; None: the connection stays open without input.
-        listener: `grpc`, `http` or `zmtp`.
-        connections: Concurrent connections of one attacker.
-        repeats: Maximum number of chunks on one connection.
-        reads: The attacker reads the responses.
-        is_flight: It applies to any Flight server.
-        pause_s: Between two chunks.
-    """
-
-    name: str
-    opening: Callable[[], bytes]
-    chunk: Chunk | None = None
-    listener: str = "grpc"
-    connections: int = 1
-    repeats: int = 1 << 40
-    reads: bool = True
-    is_flight: bool = True
-    pause_s: float = 0.0
 
 
 def _repeated(raw: bytes) -> Chunk:
@@ -176,6 +150,67 @@ def _zmtp(body: bytes) -> Callable[[], bytes]:
 def _http(head: str) -> Callable[[], bytes]:
     raw = f"POST /v2/models/{MODEL}/infer HTTP/1.1\r\nhost: localhost\r\n{head}\r\n\r\n"
     return raw.encode
+
+
+@cache
+def _gzip(body: bytes) -> bytes:
+    packer = zlib.compressobj(9, wbits=31)
+    return packer.compress(body) + packer.flush()
+
+
+@cache
+def _gzip_messages(count: int, size: int) -> bytes:
+    """Messages of zeros, one a call."""
+    packed = wire.message(_gzip(bytes(size)), 1)
+    calls = (
+        wire.request(stream_id, EXCHANGE, [("grpc-encoding", "gzip")])
+        + wire.data(stream_id, packed)
+        for stream_id in range(1, 2 * count, 2)
+    )
+    return wire.opening() + b"".join(calls)
+
+
+@cache
+def _json_bombs() -> bytes:
+    """Requests whose JSON is expensive to parse: as it is, and compressed."""
+    size = _JSON_BYTES - 200
+    numbers = b"1," * (size // 2 - 1) + b"1"
+    nested = b"[1]," * (size // 4 - 1) + b"[1]"
+    escaped = b'"' + b"\\u00e9" * (size // 6 - 1) + b'"'
+    large = b"1e308," * (size // 6 - 1) + b"1"
+    words = b'"a",' * (size // 4 - 1) + b'"a"'
+    requests = b""
+    for data in (numbers, nested, escaped, large, words):
+        count = data.count(b",") + 1
+        head = b'{"inputs":[{"name":"user_id","datatype":"INT64","shape":[%d],"data":[' % count
+        for body, encoding in (
+            (head + data + b"]}]}", b""),
+            (_gzip(head + data + b"]}]}"), b"gzip"),
+        ):
+            line = f"POST /v2/models/{MODEL}/infer HTTP/1.1\r\nhost: localhost\r\n".encode()
+            line += b"content-encoding: gzip\r\n" if encoding else b""
+            requests += line + b"content-length: %d\r\n\r\n" % len(body) + body
+    return requests
+
+
+def _observations() -> bytes:
+    """Requests of Inferential for models that do not exist."""
+    found = b""
+    for number in range(1000):
+        envelope = wire.field(1, wire.field(1, b"robot")) + wire.field(6, b"model %d" % number)
+        found += b"\x01\x00" + bytes((1, len(envelope))) + envelope + b"\x00\x04abcd"
+    return found
+
+
+def _client_hello() -> bytes:
+    """The first bytes of a TLS client."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = context.wrap_bio(received, sent, server_hostname="localhost")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return sent.read()
 
 
 _RESET = struct.pack("!I", 8)
@@ -290,6 +325,37 @@ ATTACKS: tuple[Attack, ...] = (
         connections=10,
         is_flight=False,
     ),
+    Attack(
+        "empty CONTINUATION frames",
+        lambda: wire.opening() + wire.frame(HEADERS, 1, b"", 0),
+        _repeated(wire.frame(CONTINUATION, 1, b"", 0)),
+    ),
+    Attack("300 gzip messages of 6 MiB", lambda: _gzip_messages(300, 6 * MIB), is_flight=False),
+    Attack("JSON bombs", bytes, lambda _: _json_bombs(), listener="http", is_flight=False),
+    Attack(
+        "ZMTP requests for unknown models",
+        _zmtp(b""),
+        _repeated(_observations()),
+        listener="zmtp",
+        is_flight=False,
+    ),
+    Attack(
+        "TLS ClientHello flood, RSA",
+        _client_hello,
+        connections=50,
+        is_flight=False,
+        ends_answered=True,
+        has_tls=True,
+    ),
+    Attack(
+        "64 regions of 1 byte",
+        lambda: msgspec.msgpack.encode({"bytes": 1}),
+        listener="memory",
+        connections=64,
+        is_flight=False,
+        probe="region",
+    ),
+    *call_attacks.ATTACKS,
 )
 
 MIXES: dict[str, tuple[str, ...]] = {

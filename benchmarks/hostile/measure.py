@@ -17,13 +17,14 @@ from typing import Any
 
 import psutil
 
+from benchmarks.hostile import scene
 from benchmarks.hostile.attacks import attacks_of
 from benchmarks.machine import ROOT
 from benchmarks.systems import (
-    _iskander,
     child_processes,
     cpu_s,
     free_port,
+    gateway_command,
     listen,
     start,
     stop,
@@ -59,12 +60,13 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Ports:
-    """Ports of a server, by listener; 0: none."""
+class Places:
+    """Places of a server's listeners: ports, and the path of the socket for regions."""
 
-    grpc: int
-    http: int = 0
-    zmtp: int = 0
+    grpc: str
+    http: str = ""
+    zmtp: str = ""
+    memory: str = ""
 
 
 class Memory:
@@ -94,24 +96,33 @@ def own_bytes(pid: int) -> int:
 
 
 @contextmanager
-def serving(system: str, effort: Effort) -> Iterator[tuple[psutil.Process, Ports]]:
+def serving(
+    system: str, effort: Effort, *, has_tls: bool = False
+) -> Iterator[tuple[psutil.Process, Places]]:
     """A server with all listeners."""
     if system == CORE:
         with start("echo", TWO_TOWER) as running:
             assert running.front is not None
-            yield running.front, Ports(running.port)
+            yield running.front, Places(str(running.port))
         return
-    ports = Ports(free_port(), free_port(), free_port())
+    grpc, http, zmtp = free_port(), free_port(), free_port()
     folder = ROOT / "build" / "hostile"
-    folder.mkdir(parents=True, exist_ok=True)
+    config = scene.write_config(folder)
+    places = Places(str(grpc), str(http), str(zmtp), f"{folder}/memory")
     settings = {
-        "http.address": f"127.0.0.1:{ports.http}",
-        "inferential.address": f"tcp://127.0.0.1:{ports.zmtp}",
+        "server.address": f"127.0.0.1:{grpc}",
+        "server.runtime_directory": str(folder),
+        "shared_memory.path": places.memory,
+        "http.address": f"127.0.0.1:{http}",
+        "inferential.address": f"tcp://127.0.0.1:{zmtp}",
     }
     if effort.receive_bytes:
         settings["limits.receive_bytes"] = str(effort.receive_bytes)
+    if has_tls:
+        certificate, key = scene.certificate(folder)
+        settings |= {"tls.certificate": str(certificate), "tls.key": str(key)}
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    command = [*_iskander(TWO_TOWER, ports.grpc, folder), *sets]
+    command = [str(gateway_command()), "--config", str(config), *sets]
     if system == "interpreted":
         command[0] = str(Path(sys.executable).with_name("iskander-gateway"))
     notices = listen_at(folder / "notify")
@@ -131,7 +142,7 @@ def serving(system: str, effort: Effort) -> Iterator[tuple[psutil.Process, Ports
             )
         front = psutil.Process(process.pid)
         workers = child_processes(front)
-        yield front, ports
+        yield front, places
     finally:
         stop(process, workers)
 
@@ -145,16 +156,22 @@ def listen_at(path: Path) -> Any:  # noqa: ANN401
 def measure(system: str, row: str, effort: Effort) -> dict[str, Any]:
     """Start a system, and measure one row against it."""
     attacks = attacks_of(row)
-    with serving(system, effort) as (front, ports):
+    has_tls = any(attack.has_tls for attack in attacks)
+    with serving(system, effort, has_tls=has_tls) as (front, places):
         seconds = effort.seconds
         attackers = [
-            _python("attacker", attack.name, str(getattr(ports, attack.listener)), str(seconds))
+            _python("attacker", attack.name, getattr(places, attack.listener), str(seconds))
             for attack in attacks
         ]
         for attacker in attackers:
             assert attacker.stdout is not None
             attacker.stdout.readline()
-        innocent = _python("innocent", str(ports.grpc), str(3 * seconds + IGNORED_S))
+        place = f"tls:{places.grpc}" if has_tls else places.grpc
+        probe = next((each.probe for each in attacks if each.probe), "")
+        probe = f"region {places.memory}" if probe == "region" else probe
+        innocent = _python("innocent", place, str(3 * seconds + IGNORED_S), probe)
+        assert innocent.stdout is not None
+        innocent.stdout.readline()
         started_s = time.monotonic()
         time.sleep(max(started_s + IGNORED_S + seconds - time.monotonic(), 0))
         cpu_before_s = cpu_s((front,))
@@ -203,9 +220,7 @@ def _phase(results: dict[str, Any], started_s: float, ended_s: float) -> dict[st
     )
     errors = [text for at, text in results["errors"] if started_s <= at < ended_s]
     if len(latencies) < 2:
-        worst = latencies[0] if latencies else float("inf")
-        return {"count": len(latencies), "p50": worst, "p99": worst, "longest": worst,
-                "errors": errors}  # fmt: skip
+        latencies = (latencies or [1e9]) * 2
     cuts = quantiles(latencies, n=100, method="inclusive")
     return {
         "count": len(latencies),
@@ -213,4 +228,12 @@ def _phase(results: dict[str, Any], started_s: float, ended_s: float) -> dict[st
         "p99": cuts[98],
         "longest": latencies[-1],
         "errors": errors,
+        "opened": _longest(results["opened"], started_s, ended_s),
+        "probes": _longest(results["probes"], started_s, ended_s),
     }
+
+
+def _longest(found: list[list[float]], started_s: float, ended_s: float) -> float:
+    """The longest latency in a period, in milliseconds; 0 without any."""
+    latencies = [latency_s * 1000 for at, latency_s in found if started_s <= at < ended_s]
+    return max(latencies, default=0.0)

@@ -1,8 +1,10 @@
 """Table of the rows, and the goals of each.
 
 Goals for the innocent client during an attack: a p99 of at most three times its p99 before and
-5 ms, not above that of gRPC's C core, no wait above 100 ms, no error. For the server's memory: at
-most its budget and 64 MiB at the peak, and 32 MiB more than before 10 s after the attack.
+5 ms, not above that of gRPC's C core, no wait above 100 ms, no error. For a new stream, a read of a
+source and a shared-memory region: at most three times the longest before and 100 ms. For the
+server's memory: at most its budget and 64 MiB at the peak, and 32 MiB more than before 10 s after
+the attack.
 """
 
 from __future__ import annotations
@@ -48,11 +50,18 @@ def missed(rounds: list[Record], core: list[Record]) -> list[str]:
         "p99": during <= P99_FACTOR * before + P99_MS,
         "C core": not core or during <= max(CORE_SLACK * _median(core, "during", "p99"), before),
         "longest": _median(rounds, "during", "longest") <= LONGEST_MS,
+        "new streams": _is_prompt(rounds, "opened"),
+        "probes": _is_prompt(rounds, "probes"),
         "errors": not any(each["during"]["errors"] for each in rounds),
         "peak": all(e["peak_bytes"] <= e["budget_bytes"] + PEAK_BYTES for e in rounds),
         "left": median(each["left_bytes"] for each in rounds) <= LEFT_BYTES,
     }
     return [name for name, is_met in goals.items() if not is_met]
+
+
+def _is_prompt(rounds: list[Record], key: str) -> bool:
+    before, during = _median(rounds, "before", key), _median(rounds, "during", key)
+    return during <= P99_FACTOR * before + LONGEST_MS
 
 
 def _line(row: str, system: str, rounds: list[Record], core: list[Record]) -> str:
@@ -63,6 +72,8 @@ def _line(row: str, system: str, rounds: list[Record], core: list[Record]) -> st
     for report in rounds[0]["attackers"]:
         for cause, count in report["ends"].items():
             ends[cause] = ends.get(cause, 0) + count
+        for status, count in report["statuses"].items():
+            ends[f"calls with status {status}"] = count
     cells = (
         row,
         system,

@@ -19,6 +19,8 @@ DATA_BYTES = 16_384
 """Size of a frame of a large message."""
 EXCHANGE = "/arrow.flight.protocol.FlightService/DoExchange"
 LIST = "/arrow.flight.protocol.FlightService/ListFlights"
+ACTION = "/arrow.flight.protocol.FlightService/DoAction"
+GET = "/arrow.flight.protocol.FlightService/DoGet"
 CHECK = "/grpc.health.v1.Health/Check"
 
 Fields = Iterable[tuple[str, str]]
@@ -39,16 +41,19 @@ def request_block(path: str, extra: Fields = (), *, is_huffman: bool = False) ->
     """The header block of a gRPC request, without entries for the dynamic table."""
     encoder = hpack.Encoder()
     encoder.header_table_size = 0
-    fields = [
+    return encoder.encode([*request_fields(path), *extra], huffman=is_huffman)
+
+
+def request_fields(path: str) -> list[tuple[str, str]]:
+    """The header fields of a gRPC request."""
+    return [
         (":method", "POST"),
         (":scheme", "http"),
         (":path", path),
         (":authority", "localhost"),
         ("te", "trailers"),
         ("content-type", "application/grpc"),
-        *extra,
     ]
-    return encoder.encode(fields, huffman=is_huffman)
 
 
 def request(stream_id: int, path: str, extra: Fields = (), flags: int = END_HEADERS) -> bytes:
@@ -86,13 +91,16 @@ def field(number: int, payload: bytes) -> bytes:
     return varint(number << 3 | 2) + varint(len(payload)) + payload
 
 
-def flight_messages(model: str, batches: list[pa.RecordBatch]) -> list[bytes]:
+def flight_messages(
+    model: str, batches: list[pa.RecordBatch], *, has_deltas: bool = False
+) -> list[bytes]:
     """FlightData of a DoExchange: descriptor and schema, dictionaries, batches."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+    options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=has_deltas)
+    with pa.ipc.new_stream(sink, batches[0].schema, options=options) as writer:
         for batch in batches:
             writer.write_batch(batch)
-    descriptor = field(1, b"\x08\x01" + field(3, model.encode()))
+    descriptor = field(1, path_descriptor(model))
     found = []
     for each in pa.ipc.MessageReader.open_stream(sink.getvalue()):
         header, body = each.metadata.to_pybytes(), each.body
@@ -100,6 +108,18 @@ def flight_messages(model: str, batches: list[pa.RecordBatch]) -> list[bytes]:
         raw = (descriptor if is_schema else b"") + field(2, header)
         found.append(raw + (b"" if body is None else field(1000, body.to_pybytes())))
     return found
+
+
+def path_descriptor(*path: str) -> bytes:
+    """A FlightDescriptor with a path."""
+    return b"\x08\x01" + b"".join(field(3, part.encode()) for part in path)
+
+
+def schema_message(model: str, schema: pa.Schema) -> bytes:
+    """FlightData with descriptor and schema."""
+    raw = schema.serialize().to_pybytes()
+    size = int.from_bytes(raw[4:8], "little")
+    return field(1, path_descriptor(model)) + field(2, raw[8 : 8 + size])
 
 
 def zmtp_opening() -> bytes:

@@ -13,15 +13,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import models
 from support.processes import Gateway, eventually, running
 
+from benchmarks.hostile import scene
 from benchmarks.hostile.attacks import attacks_of, rows
 from benchmarks.hostile.innocent import Innocent
 from benchmarks.hostile.measure import own_bytes
 from benchmarks.systems import free_port
+from iskander.client import Tls
 
 pytestmark = pytest.mark.slow
 
@@ -36,28 +39,45 @@ TIMEOUT_S = 30.0
 
 
 class Target:
-    """The gateway, its ports by listener, its innocent client, and its memory at the start."""
+    """The gateway, its places by listener, its innocent client, and its memory at the start."""
 
-    def __init__(self, gateway: Gateway, http: int, zmtp: int) -> None:
+    def __init__(self, gateway: Gateway, places: dict[str, str], *, has_tls: bool) -> None:
+        port = gateway.address.rpartition(":")[2]
         self.gateway = gateway
-        self.ports = {"grpc": int(gateway.address.rpartition(":")[2]), "http": http, "zmtp": zmtp}
-        self.innocent = Innocent(self.ports["grpc"], 3600.0)
+        self.places = places | {"grpc": port}
+        self.innocent = Innocent(f"tls:{port}" if has_tls else port)
         self.start_bytes = own_bytes(gateway.pid)
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    http, zmtp = free_port(), free_port()
+def target(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Target]:
+    has_tls: bool = request.param
+    folder = tmp_path_factory.mktemp("hostile")
+    http, zmtp, memory = free_port(), free_port(), f"{folder}/memory"
+    sections: dict[str, Any] = {}
+    secrecy = None
+    if has_tls:
+        certificate, key = scene.certificate(folder)
+        secrecy = Tls(roots=certificate)
+        sections["tls"] = {"certificate": str(certificate), "key": str(key)}
     with running(
-        tmp_path_factory.mktemp("hostile"),
-        [{"name": "movielens-two-tower", "path": str(models.TWO_TOWER), "intra_threads": 1}],
+        folder,
+        scene.models(folder / "models"),
         limits={"message_bytes": 72 * MIB, "receive_bytes": BUDGET_BYTES},
         http={"address": f"127.0.0.1:{http}"},
         inferential={"address": f"tcp://127.0.0.1:{zmtp}"},
+        shared_memory={"path": memory},
+        sources=scene.sources(folder),
+        source_reads={"idle_s": 0},  # No process is left after a read.
         # One attack opens as many connections as the file descriptor limit permits.
         workers={"groups": ["0"]},
+        secrecy=secrecy,
+        **sections,
     ) as gateway:
-        target = Target(gateway, http, zmtp)
+        places = {"http": str(http), "zmtp": str(zmtp), "memory": memory}
+        target = Target(gateway, places, has_tls=has_tls)
         thread = threading.Thread(target=target.innocent.run)
         thread.start()
         try:
@@ -73,7 +93,7 @@ def attack(target: Target, row: str) -> list[dict[str, object]]:
     module = [sys.executable, "-m", "benchmarks.hostile.attacker"]
     attackers = [
         subprocess.Popen(
-            [*module, each.name, str(target.ports[each.listener]), str(ATTACK_S)],
+            [*module, each.name, target.places[each.listener], str(ATTACK_S)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -87,24 +107,37 @@ def attack(target: Target, row: str) -> list[dict[str, object]]:
         assert each.stdin is not None
         each.stdin.write(b"go\n")
         each.stdin.flush()
+    probe = next((each.probe for each in attacks_of(row) if each.probe), "")
+    if probe:
+        time.sleep(ATTACK_S / 2)
+        place = target.places["memory"] if probe == "region" else ""
+        target.innocent.probe(f"{probe} {place}")
     for each in attackers:
         reports.append(json.loads(each.communicate(timeout=TIMEOUT_S)[0]))
     return reports
 
 
-@pytest.mark.parametrize("row", rows())
+def cases() -> list[Any]:
+    """Each row, with the kind of its target."""
+    kinds = {row: any(each.has_tls for each in attacks_of(row)) for row in rows()}
+    return [pytest.param(kinds[row], row, id=row) for row in sorted(kinds, key=kinds.get)]
+
+
+@pytest.mark.parametrize(("target", "row"), cases(), indirect=["target"])
 def test_attack_does_not_stop_other_clients(target: Target, row: str) -> None:
     innocent = target.innocent
     completed, failed = len(innocent.requests), len(innocent.errors)
     start_s = time.monotonic()
     reports = attack(target, row)
     assert all(report["sent_bytes"] for report in reports)
+    opened = len(innocent.opened)
     eventually(
         lambda: (
             len(innocent.requests) > completed and innocent.requests[-1][0] > start_s + ATTACK_S
         ),
         what="responses after the attack",
     )
+    eventually(lambda: len(innocent.opened) > opened, what="a new stream after the attack")
     assert innocent.errors[failed:] == []
     latency_s = max(took_s for _, took_s in innocent.requests[completed:])
     assert latency_s < LATENCY_MAX_S
@@ -112,6 +145,7 @@ def test_attack_does_not_stop_other_clients(target: Target, row: str) -> None:
     assert used_bytes < BUDGET_BYTES + SLACK_BYTES
 
 
+@pytest.mark.parametrize("target", [False], indirect=True)
 def test_memory_is_returned_to_the_system_after_all_attacks(target: Target) -> None:
     eventually(
         lambda: own_bytes(target.gateway.pid) - target.start_bytes < RETAINED_BYTES_MAX,
