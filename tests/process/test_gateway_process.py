@@ -21,6 +21,7 @@ from support.scripted import ScriptedWorker
 
 from iskander.contract.compile import compile_contract
 from iskander.contract.graph import Graph, GraphTensor
+from iskander.contract.row_relation import INDEPENDENT
 from iskander.contract.tensors import Contract
 from iskander.control.channel import FRAME_BYTES_MAX
 from iskander.control.messages import (
@@ -60,7 +61,7 @@ def registered_worker(gateway: Gateway) -> ScriptedWorker:
     worker = ScriptedWorker(gateway.attach_socket)
     load = worker.receive()
     assert isinstance(load, Load) and load.model.name == MODEL
-    worker.send(Loaded(load.model.key, contract(), ("CPU",), 1, 1.0))
+    worker.send(Loaded(load.model.key, contract(), ("CPU",), 1, 1.0, rows=INDEPENDENT))
     assert isinstance(worker.answer, Welcome)
     index = worker.answer.index
     eventually(lambda: gateway.stats()["workers"][index]["state"] == "ready", what="a ready worker")
@@ -179,7 +180,7 @@ def test_step_of_a_load_is_in_stats_and_log_until_its_end(gateway: Gateway) -> N
     address = f"http://{gateway.stats()['admin_address']}/status.json"
     with urllib.request.urlopen(address, timeout=10) as response:
         assert step in [each["notices"] for each in json.load(response)["workers"]]
-    worker.send(Loaded(load.model.key, contract(), ("CPU",), 1, 1.0))
+    worker.send(Loaded(load.model.key, contract(), ("CPU",), 1, 1.0, rows=INDEPENDENT))
     eventually(lambda: not any(load_steps()), what="its end")
     worker.close()
 
@@ -249,13 +250,14 @@ import sys, time
 from support.scripted import ScriptedWorker
 from iskander.contract.compile import compile_contract
 from iskander.contract.graph import Graph, GraphTensor
+from iskander.contract.row_relation import INDEPENDENT
 from iskander.control.messages import Loaded
 worker = ScriptedWorker(sys.argv[1])
 load = worker.receive()
 if sys.argv[2] == "ready":
     x, y = (GraphTensor(name, "tensor(int64)", ("rows",)) for name in ("x", "y"))
     contract = compile_contract(None, Graph((x,), (y,)))
-    worker.send(Loaded(load.model.key, contract, ("CPU",), 1, 1.0))
+    worker.send(Loaded(load.model.key, contract, ("CPU",), 1, 1.0, rows=INDEPENDENT))
     worker.receive()
 getattr(worker.channel, "_push", worker.connection).send(b"?" * int(sys.argv[3]))
 time.sleep(60)

@@ -27,6 +27,7 @@ from support.scripted import ScriptedWorker
 
 from iskander.contract.compile import compile_contract
 from iskander.contract.graph import Graph, GraphTensor
+from iskander.contract.row_relation import INDEPENDENT
 from iskander.contract.tensors import Contract
 from iskander.control.messages import (
     Copied,
@@ -79,7 +80,7 @@ class TakenOver(ScriptedWorker):
             load = self.receive()
             assert isinstance(load, Load)
             contract = contract_of(load.model.name)
-            self.send(Loaded(load.model.key, contract, ("CPU",), 1, 1.0))
+            self.send(Loaded(load.model.key, contract, ("CPU",), 1, 1.0, rows=INDEPENDENT))
         self.index = self.answer.index
 
     def input(self) -> Segment:
@@ -306,7 +307,7 @@ def test_flood_of_messages_is_bounded_and_others_are_served(gateway: Gateway) ->
 UNKNOWN: list[Callable[[], object]] = [
     lambda: Stepped(1 << 40, (("x", 1),)),
     lambda: Unloaded(1 << 40),
-    lambda: Loaded(1 << 40, contract_of("ids"), ("CPU",), 1, 1.0),
+    lambda: Loaded(1 << 40, contract_of("ids"), ("CPU",), 1, 1.0, rows=INDEPENDENT),
     lambda: Copied(-(1 << 62), 1 << 62),
 ]
 MESSAGE = """
@@ -349,7 +350,7 @@ def test_contract_that_differs_from_the_first_is_rejected(gateway: Gateway) -> N
     forger = ScriptedWorker(gateway.attach_socket)
     load = forger.receive()
     other = "words" if load.model.name == "ids" else "ids"
-    forger.send(Loaded(load.model.key, contract_of(other), ("CPU",), 1, 1.0))
+    forger.send(Loaded(load.model.key, contract_of(other), ("CPU",), 1, 1.0, rows=INDEPENDENT))
     call = Call(gateway, "ids", [1])
     honest.compute(honest.receive())
     assert call.outcome == [4]
