@@ -335,18 +335,21 @@ class Exchange:
 
     async def _build_plan(self, lane: Lane, header: bytes) -> None:
         """Open the stream with a new plan, which is built on a thread."""
+        error: IskanderError | None = None
         try:
             require_header(header)
-            plan = await self._plans.build(lane, header, self._call.caller)
-            self._admission = None
-            self._begin(plan)
-            self._read()
-        except IskanderError as error:
-            self._end(error)
+            self._begin(await self._plans.build(lane, header, self._call.caller))
+        except IskanderError as failure:
+            error = failure
         except Exception as failure:
             log.stream_failed(stage="open", error=failure)
-            self._end(IskanderError("the server failed to read the schema"))
+            error = IskanderError("the server failed to read the schema")
+        # Before the next message is read: its admission may be a task too.
         self._admission = None
+        if error is None:
+            self._read()
+        else:
+            self._end(error)
 
     def _begin(self, plan: Plan) -> None:
         """Send the response schema; batches can be read."""

@@ -87,6 +87,31 @@ def test_error_does_not_keep_its_stream_alive() -> None:
     asyncio.run(run_test())
 
 
+def test_admission_of_the_first_batch_is_awaited_after_a_new_plan() -> None:
+    """Else the next batch is read before it, and gets its place in the order of results."""
+
+    async def run_test() -> None:
+        call: Any = SimpleNamespace(
+            metadata=(), deadline_ns=None, source=Source(), has_input=False, caller="client"
+        )
+        stream: Any = exchange_of(call)
+
+        async def build(*_: object) -> None:
+            """A plan, which no code of this test reads."""
+
+        def read() -> None:
+            stream._admission = admission
+
+        admission = asyncio.create_task(asyncio.sleep(0))
+        stream._plans = SimpleNamespace(build=build)
+        stream._begin, stream._read = (lambda plan: None), read
+        await stream._build_plan(lane_of(0, contract=CONTRACT), b"header")
+        assert stream._admission is admission
+        await admission
+
+    asyncio.run(run_test())
+
+
 def test_error_of_a_batch_is_kept_when_the_client_half_closes_at_that_moment() -> None:
     """The end of the input arrives after the failure, and before the stream's task continues."""
 
