@@ -24,7 +24,7 @@ BIN = Path(sys.executable).parent
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A slow model, its input, and the output of a job without Ray in `here/out`."""
     folder = tmp_path_factory.mktemp("score")
-    models.looping(folder / "slow", 20_000, 0)
+    models.combinable(models.looping(folder / "slow", 20_000, 0))
     (folder / "in").mkdir()
     rows = ROWS // FILES
     for index in range(FILES):

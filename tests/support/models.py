@@ -185,6 +185,16 @@ def _loop(folder: Path, nodes: list[Any], **numbers: int) -> Path:
     )
 
 
+def combinable(folder: Path) -> Path:
+    """Add a manifest to a model from `x` to `y` whose runs take too long to measure its rows."""
+    (folder / "manifest.toml").write_text(
+        "format = 1\ncombine = true\n"
+        '[[inputs]]\ncolumn = "x"\ntype = "int64"\ntensor = "x"\n'
+        '[[outputs]]\ncolumn = "y"\ntype = "int64"\ntensor = "y"\n'
+    )
+    return folder
+
+
 def priced(folder: Path, batch_turns: int, row_turns: int) -> Path:
     """`y = 3 * x + 1` at a fixed cost: iterations for the batch, and iterations for each row.
 

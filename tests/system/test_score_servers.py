@@ -32,7 +32,7 @@ MIB = 1 << 20
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A slow model and an input of eight row groups."""
     folder = tmp_path_factory.mktemp("servers")
-    models.looping(folder / "slow", 30_000, 0)
+    models.combinable(models.looping(folder / "slow", 30_000, 0))
     table = pa.table({"x": range(ROWS)})
     pq.write_table(table, folder / "in.parquet", row_group_size=ROWS // 8)
     return folder
@@ -90,7 +90,7 @@ def test_job_whose_token_ends_fails_by_name_and_resumes_with_a_new_one(
 ) -> None:
     server = tmp_path / "server"
     # Slower than the server, which looks at the file of tokens once a second.
-    models.looping(server / "slow", 20000, 0)
+    models.combinable(models.looping(server / "slow", 20000, 0))
     file = server / "tokens.toml"
     operator = add_token(file, "operator", ("*",), manage=True)
     without = file.read_text()
