@@ -106,6 +106,28 @@ def first_row_wins(folder: Path) -> Path:
     return _graph(folder, nodes, constants={"zero": np.array([0], np.int64)})
 
 
+def marker_mean(folder: Path, marker: float) -> Path:
+    """A marker of missing values is replaced by the mean of the batch: dependent."""
+    nodes = [
+        node("Equal", ["x", "marker"], ["is_missing"]),
+        node("ReduceMean", ["x"], ["mean"], axes=[0]),
+        node("Where", ["is_missing", "mean", "x"], ["y"]),
+    ]
+    return _graph(folder, nodes, constants={"marker": np.array(marker, np.float32)})
+
+
+def integer_marker_mean(folder: Path, marker: int, element: int) -> Path:
+    """The same for integers."""
+    nodes = [
+        node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT),
+        node("Equal", ["wide", "marker"], ["is_missing"]),
+        node("ReduceMean", ["wide"], ["mean"], axes=[0]),
+        node("Where", ["is_missing", "mean", "wide"], ["y"]),
+    ]
+    constants = {"marker": np.array(marker, np.float32)}
+    return _graph(folder, nodes, constants=constants, element=element, result=TensorProto.FLOAT)
+
+
 def dynamic_quantization(folder: Path) -> Path:
     """An int8 product whose scale is that of the whole batch: approximate."""
     weights = np.random.default_rng(1).integers(-100, 100, (WIDTH, WIDTH)).astype(np.int8)

@@ -11,6 +11,7 @@ from iskander_worker.backends import Run
 from iskander_worker.loading.generated_rows import RowGenerator, Values, words_in
 from iskander_worker.loading.row_measurement import RowVerdict, measure_rows
 from iskander_worker.session import Session
+from onnx import TensorProto
 from support import row_graphs
 from support.scripted import model_spec
 
@@ -51,6 +52,23 @@ def test_dependent(graph: Callable[[Path], Path], tmp_path: Path) -> None:
     verdict, evidence, _ = verdict_of(graph(tmp_path / "m"))
     assert verdict == "dependent", evidence
     assert "output `y`" in evidence
+
+
+@pytest.mark.parametrize("marker", [0.0, -1.0, -999.0])
+def test_marker_that_is_replaced_by_a_mean(marker: float, tmp_path: Path) -> None:
+    """Rows interact only where a value equals a marker of missing values."""
+    folder = row_graphs.marker_mean(tmp_path / "m", marker)
+    assert verdict_of(folder).verdict == "dependent"
+
+
+@pytest.mark.parametrize(
+    ("marker", "element"), [(-999, TensorProto.INT64), (255, TensorProto.UINT8), (0, 7)]
+)
+def test_integer_marker(marker: int, element: int, tmp_path: Path) -> None:
+    """The same for integers, which generated rows have not by chance."""
+    folder = row_graphs.integer_marker_mean(tmp_path / "m", marker, element)
+    # A large marker dominates the mean, so that the difference is small beside it.
+    assert verdict_of(folder).verdict in ("approximate", "dependent")
 
 
 def test_other_number_of_results_than_rows(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ class Values(NamedTuple):
         high: Largest integer.
         low: Smallest integer. By default 1: a division by 0 ends the process.
         rare: Values of a fifth of the elements of float inputs, such as NaN.
+        rare_integer: Value of a fifth of the elements of integer inputs that can hold it.
         are_positive: Floats are positive.
         words: Words of the texts; empty: digits.
         words_of_text: Maximum number of words in a text.
@@ -49,6 +50,7 @@ class Values(NamedTuple):
     high: int = 2
     low: int = 1
     rare: tuple[float, ...] = ()
+    rare_integer: int | None = None
     are_positive: bool = False
     words: tuple[str, ...] = ()
     words_of_text: int = 1
@@ -109,8 +111,12 @@ class RowGenerator:
             array = random.integers(0, 1, shape, endpoint=True)
         else:
             array = random.integers(values.low, values.high, shape, endpoint=True)
-            if np.dtype(spec.type.dtype.numpy).kind == "u":
+            limits = np.iinfo(np.dtype(spec.type.dtype.numpy))
+            if limits.min == 0:
                 array = np.abs(array)
+            rare = values.rare_integer
+            if rare is not None and limits.min <= rare <= limits.max:
+                array = np.where(random.random(shape) < RARE_SHARE, rare, array)
         return to_element_type(spec, array)
 
     def _texts(

@@ -35,10 +35,20 @@ from iskander.contract.tensors import Contract
 from iskander.contract.tolerance import difference, mismatches, scale_of
 from iskander.errors import ContractError, ExecutionFailed, shorten
 from iskander_worker.backends import Run
-from iskander_worker.loading.generated_rows import RowGenerator, Values, has_divisions, words_in
+from iskander_worker.loading.generated_rows import (
+    DIGITS,
+    RowGenerator,
+    Values,
+    has_divisions,
+    words_in,
+)
 
 MAGNITUDE = 1000.0
 RARE = (((float("nan"),), "NaN"), ((float("inf"), float("-inf")), "infinities"))
+MARKERS = (0.0, -1.0, 1.0, -9.0, 9.0, -99.0, 99.0, -999.0, 999.0, -9999.0, 9999.0, 255.0)
+"""Floats that often stand for a missing value, which a model may replace by a mean of the batch."""
+INTEGER_MARKERS = (0, -1, -2, -9, 99, -99, 999, -999, 127, 255, 9999, -9999, 32767)
+"""The same for integers; 0 and -1 not for a graph that divides integers."""
 FAR_ROWS = 1024
 FAR_BYTES_MAX = 32 << 20
 """Limit of the inputs and results of a batch of `FAR_ROWS` rows."""
@@ -71,7 +81,7 @@ class Extent(NamedTuple):
 
 
 EXTENTS = (
-    Extent(rows=8, padded=13, many=64, kinds=8, total=1400),
+    Extent(rows=8, padded=13, many=64, kinds=8, total=2200),
     Extent(rows=4, padded=6, many=16, kinds=2, total=130),
     Extent(rows=3, padded=4, many=6, kinds=1, total=40),
 )
@@ -205,6 +215,12 @@ class _Measurement:
             for rare, text in RARE:
                 for each in self._rare_rows(rare, text):
                     self._worst_similar = _larger_of(self._worst_similar, each)
+            for marker in MARKERS if self._extent is EXTENTS[0] else ():
+                for each in self._rare_rows((marker,), f"{marker:g}"):
+                    self._worst_similar = _larger_of(self._worst_similar, each)
+            for number in self._integer_markers(is_confined=is_confined):
+                for each in self._rare_rows((), f"{number}", number):
+                    self._worst_similar = _larger_of(self._worst_similar, each)
         if not self._has_difference and self._fixed is None:
             self._search_other_results(kinds)
         return self._judge()
@@ -305,6 +321,8 @@ class _Measurement:
                 kinds += [Values(low=0, high=1), Values(low=-2)]
         if generator.has_floats:
             kinds += [Values(scale=100.0), Values(scale=10.0, are_positive=True)]
+        if generator.has_texts:
+            kinds.append(Values(words=("", *DIGITS)))
         if generator.has_texts and (words := words_in(graph_file)):
             kinds += [Values(words=words), Values(words=words, words_of_text=4)]
         return kinds
@@ -395,7 +413,7 @@ class _Measurement:
         """Differences among rows with NaN, infinities, very large values, zeros and negatives."""
         kinds: list[tuple[Values, str]] = []
         if self._generator.has_floats:
-            pairs = (*RARE, ((1e9, -1e9), "values of 1e9"))
+            pairs = (*RARE, ((1e9, -1e9), "values of 1e9"), ((1e13, -1e13), "values of 1e13"))
             kinds += [(values._replace(rare=rare), text) for rare, text in pairs]
         if self._may_be_zero:
             kinds.append((values._replace(low=0, high=0), "zeros"))
@@ -404,19 +422,30 @@ class _Measurement:
             others = self._generator.rows(_row_count(rows), kind, seed=94)
             yield from self._among(rows, found, others, f"among rows with {text}")
 
-    def _rare_rows(self, rare: tuple[float, ...], text: str) -> Iterator[_Difference]:
-        """Differences of rows with NaN or infinities between two sets of other rows.
+    def _integer_markers(self, *, is_confined: bool) -> list[int]:
+        """The integers to try as markers; none where one could end the process of a worker."""
+        if not is_confined or self._extent is not EXTENTS[0] or self._worst_similar is not None:
+            return []
+        return [each for each in INTEGER_MARKERS if self._may_be_zero or each not in (0, -1)]
+
+    def _rare_rows(
+        self, rare: tuple[float, ...], text: str, rare_integer: int | None = None
+    ) -> Iterator[_Difference]:
+        """Differences of rows with rare values, such as NaN, between two sets of other rows.
 
         The rows have the same positions in both batches, because the runtime may compute a maximum
         with NaN differently at another position.
         """
-        if not self._generator.has_floats:
+        generator = self._generator
+        if not (generator.has_floats if rare else generator.has_integers):
             return
         count = self._fixed or 2 * self._extent.rows
         own = list(range(0, count, 2))
         first = self._generator.rows(count, Values(), seed=92)
-        second = self._generator.rows(count, Values(scale=100.0), seed=91)
-        rows = self._generator.rows(count, Values(rare=rare), seed=93)
+        high = 2 if rare else 9
+        second = self._generator.rows(count, Values(scale=100.0, high=high), seed=91)
+        kind = Values(rare=rare, rare_integer=rare_integer)
+        rows = self._generator.rows(count, kind, seed=93)
         for batch in (first, second):
             for name in batch:
                 batch[name][own] = rows[name][own]
