@@ -339,8 +339,8 @@ class Exchange:
         try:
             require_header(header)
             self._begin(await self._plans.build(lane, header, self._call.caller))
-        except IskanderError as failure:
-            error = failure
+        except IskanderError as rejection:
+            error = rejection
         except Exception as failure:
             log.stream_failed(stage="open", error=failure)
             error = IskanderError("the server failed to read the schema")
