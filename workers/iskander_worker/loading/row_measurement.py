@@ -181,7 +181,6 @@ class _Measurement:
         self._dtypes = {spec.tensor: spec.type.dtype_name for spec in model.contract.outputs}
         self._names = list(self._dtypes)
         self._seconds = seconds
-        self._deadline_ns = now_ns() + int(seconds * NS_PER_S)
         self._run = Run()
         self._timer = threading.Timer(seconds, self._expire)
         self._timer.daemon = True
