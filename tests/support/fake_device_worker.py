@@ -19,7 +19,7 @@ from iskander.contract.graph import Graph, GraphTensor
 from iskander.control.messages import ModelSpec
 
 SLOW, FAULT = 777, 666
-SLOW_S = 0.6
+SLOW_S = 1.2
 REPORT_S = 0.2
 
 

@@ -145,6 +145,8 @@ def _require_form(structure: bytes, shape: tuple[int, ...]) -> None:
 
 def _is_nested(structure: bytes, shape: tuple[int, ...]) -> bool:
     """Whether brackets and commas are those of nested lists of this shape."""
+    if 0 in shape:  # The axes inside an empty one are not written: `[[]]` for 1 x 0 x 4.
+        shape = shape[: shape.index(0) + 1]
     size = 0  # Compared first, so that `expected` is never longer than the structure.
     for axis in reversed(shape):
         size = axis * size + max(axis - 1, 0) + 2

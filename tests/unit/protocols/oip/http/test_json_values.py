@@ -157,6 +157,21 @@ def test_pieces_have_the_values_of_the_whole(piece_bytes: int, data: st.DataObje
             assert found == flat and list(map(type, found)) == list(map(type, flat))
 
 
+@pytest.mark.parametrize(
+    ("shape", "raw"),
+    [
+        ((1, 0, 4), b"[[]]"),
+        ((2, 0), b"[[],[]]"),
+        ((0, 3), b"[]"),
+        ((3, 2, 0), b"[[[],[]],[[],[]],[[],[]]]"),
+    ],
+)
+def test_pieces_of_an_empty_tensor(shape: tuple[int, ...], raw: bytes) -> None:
+    """The axes inside an empty one are not written, also not in a text that is read in pieces."""
+    for text in (raw, b"[]"):
+        assert [value for piece in json_bounds.pieces(text, shape) for value in piece] == []
+
+
 @given(raw=st.text(st.sampled_from('1,[]"\\{}: '), max_size=12), shape=st.data())
 def test_pieces_accept_only_json_of_the_shape(raw: str, shape: st.DataObject) -> None:
     """What is accepted in pieces is accepted as a whole, with the same values."""
