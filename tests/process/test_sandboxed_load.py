@@ -169,6 +169,19 @@ def test_measurement_is_cached_with_the_verdict(
             opened.close()
 
 
+def test_report_of_many_long_names_fits_its_pipe(tmp_path: Path) -> None:
+    """The pipe is read after the end of the fork: a full one would hold it until its deadline."""
+    names = [f"{number:04}{'x' * 200}" for number in range(400)]
+    tensors = [helper.make_tensor_value_info(each, TensorProto.FLOAT, ["rows"]) for each in names]
+    total = helper.make_tensor_value_info("total", TensorProto.FLOAT, ["rows"])
+    node = helper.make_node("Sum", names, ["total"])
+    folder = models.save(tmp_path / "m", [node], tensors, [total, *tensors])
+    verdict = load_in_sandbox(model_spec(folder), 1, (), seconds=20.0)
+    assert not verdict.refusal, verdict.refusal
+    assert verdict.measurement is not None
+    assert verdict.measurement.unbound == tuple(range(1, 401))
+
+
 def test_filter_of_rows_is_rejected_by_its_cached_measurement(tmp_path: Path) -> None:
     """Every load has the error, not only the one that measured."""
     loading = LoadingSpec(is_sandboxed=True, cache=str(tmp_path / "cache"))

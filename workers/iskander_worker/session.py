@@ -8,7 +8,7 @@ Runs on: worker main.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -100,7 +100,7 @@ class Session:
         self._choices = _choices(manifest, labels)
         if known is not None:
             self._require_one_result_per_row()
-            self.contract = _without_binding(self.contract, known.unbound)
+            self.contract = _without_binding(self.contract, frozenset(known.unbound))
         self._compute: Compute = model.compute
         is_plain = True
         if manifest is not None:
@@ -291,18 +291,18 @@ class Session:
         if unbound:
             self.measurement = Measurement(unbound)
             for session in (*self._buckets, self):
-                session.contract = _without_binding(session.contract, unbound)
+                session.contract = _without_binding(session.contract, frozenset(unbound))
                 for workspace in session.workspaces:
                     workspace.close()
                 session.workspaces = session._make_workspaces()
         require_written(self, batches)
 
 
-def _without_binding(contract: Contract, unbound: tuple[str, ...]) -> Contract:
+def _without_binding(contract: Contract, unbound: Collection[int]) -> Contract:
     """The contract with these outputs copied from the runtime's memory."""
     outputs = tuple(
-        msgspec.structs.replace(spec, is_bound=spec.is_bound and spec.tensor not in unbound)
-        for spec in contract.outputs
+        msgspec.structs.replace(spec, is_bound=spec.is_bound and index not in unbound)
+        for index, spec in enumerate(contract.outputs)
     )
     return msgspec.structs.replace(contract, outputs=outputs)
 

@@ -17,19 +17,20 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a load found out about one model version by running it.
 
     Attributes:
-        unbound: Outputs that the runtime does not write to bound memory; they are copied from the
-            runtime's own memory after each run.
+        unbound: Indices of the contract's outputs that the runtime does not write to bound memory;
+            they are copied from the runtime's own memory after each run. Names would have no limit
+            of their length, and the report of a load has.
         verdict: Whether its rows affect each other's results (`contract.row_relation`).
         evidence: What was run and found, for people.
         has_other_rows: The results of a batch had another number of rows than the batch.
     """
 
-    unbound: tuple[str, ...] = ()
+    unbound: tuple[int, ...] = ()
     verdict: Verdict = "undecided"
     evidence: str = "not measured"
     has_other_rows: bool = False
 
 
-def undecided(evidence: str, unbound: tuple[str, ...] = ()) -> Measurement:
+def undecided(evidence: str, unbound: tuple[int, ...] = ()) -> Measurement:
     """The findings about a model whose rows could not be measured, with the reason."""
     return Measurement(unbound, "undecided", shorten(evidence, EVIDENCE_CHARACTERS_MAX))

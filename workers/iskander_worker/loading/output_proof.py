@@ -73,8 +73,8 @@ class ProvedModel(Protocol):
 
 def unbound_outputs(
     model: ProvedModel, batches: Sequence[Batch], *, may_differ: bool = False
-) -> tuple[str, ...]:
-    """The bound outputs that must be copied instead; empty for a model that binds nothing.
+) -> tuple[int, ...]:
+    """Indices of the bound outputs that must be copied instead; none if the model binds nothing.
 
     `may_differ`: the manifest accepts that batches of some rows have results of another shape.
 
@@ -114,7 +114,7 @@ def unbound_outputs(
         left = tuple(spec for spec in specs if spec.is_bound and spec.tensor not in unbound)
         if left:
             unbound |= _not_written(model, rows, arrays, own, left)
-    return tuple(name for name in names if name in unbound)
+    return tuple(index for index, name in enumerate(names) if name in unbound)
 
 
 def require_written(model: ProvedModel, batches: Iterable[Batch]) -> None:

@@ -78,7 +78,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusal: str = ""
     note: str = ""
     is_late: bool = False
-    unbound: tuple[str, ...] = ()
+    unbound: tuple[int, ...] = ()
     measurement: Measurement | None = None
 
 
