@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from iskander.clock import NS_PER_S, now_ns, pause_s
 from iskander.decoders import DECODE_ERRORS, thread_safe
 from iskander.errors import IskanderError, MalformedInput, ProtocolError
 
@@ -29,6 +30,7 @@ MessageT = TypeVar("MessageT")
 
 REGION_HEADER = "iskander-region"
 FRAME_BYTES_MAX = 4096
+CONNECT_POLL_S = 0.005
 
 
 @thread_safe
@@ -90,6 +92,21 @@ def send_region(connection: socket.socket, grant: RegionGrant, fd: int | None = 
     socket.send_fds(connection, [encode(grant)], [] if fd is None else [fd])
 
 
+def _connect(connection: socket.socket, path: Path, timeout_s: float) -> None:
+    """Connect, and wait while the listener's backlog is full.
+
+    connect(2) of a unix socket with a timeout fails with EAGAIN at once.
+    """
+    deadline_ns = now_ns() + int(timeout_s * NS_PER_S)
+    while True:
+        try:
+            return connection.connect(str(path))
+        except BlockingIOError:
+            if now_ns() >= deadline_ns:
+                raise
+            pause_s(CONNECT_POLL_S)
+
+
 def request_region(
     path: Path, length_bytes: int, timeout_s: float
 ) -> tuple[socket.socket, RegionGrant, int]:
@@ -103,7 +120,7 @@ def request_region(
     descriptors: list[int] = []
     try:
         connection.settimeout(timeout_s)
-        connection.connect(str(path))
+        _connect(connection, path, timeout_s)
         connection.sendall(encode(RegionRequest(length_bytes)))
         frame, descriptors, _, _ = socket.recv_fds(
             connection, FRAME_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC

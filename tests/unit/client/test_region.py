@@ -298,6 +298,29 @@ def test_unused_region_is_released_for_a_process_with_fewer(
             each.close()
 
 
+def test_region_waits_for_a_full_backlog(tmp_path: Path) -> None:
+    """A gateway that is busy for a moment accepts later; one that never accepts is an error."""
+    path = tmp_path / "memory"
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(str(path))
+        listener.listen(0)
+        waiting = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        waiting.connect(str(path))
+        with pytest.raises(BlockingIOError):
+            Region(path, KIB, 0.05)
+
+        def accept() -> None:
+            for _ in range(2):
+                stack.enter_context(listener.accept()[0]).sendall(encode({"error": {}}))
+
+        thread = threading.Timer(0.1, accept)
+        thread.start()
+        with pytest.raises(IskanderError):
+            Region(path, KIB, TIMEOUT_S)
+        thread.join()
+
+
 def test_connections_without_a_greeting_do_not_lock_out_others(tmp_path: Path) -> None:
     with region_server(tmp_path) as (_, path, _), contextlib.ExitStack() as stack:
         for _ in range(2 * GREETINGS_MAX):
