@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -121,11 +122,18 @@ class Image:
                 getattr(self, f"_{step.keyword.lower()}")(step.value)
 
     def add_folder(self, path: str) -> Path:
-        """Create a folder of the image that every user can enter."""
-        at = self.folder / "upper"
+        """Create a folder of the image that every user can enter.
+
+        A folder of the upper layer hides the mode of the machine's folder at its path, so it takes
+        that mode: apt's own user writes to /tmp.
+        """
+        at, below = self.folder / "upper", Path("/")
         for part in Path(path).relative_to("/").parts:
-            at = at / part
-            at.mkdir(exist_ok=True)
+            at, below = at / part, below / part
+            if not at.exists():
+                at.mkdir()
+                own = stat.S_IMODE(below.stat().st_mode) if below.is_dir() else 0
+                at.chmod(own | 0o755)
         return at
 
     @property
