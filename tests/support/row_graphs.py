@@ -106,10 +106,10 @@ def first_row_wins(folder: Path) -> Path:
     return _graph(folder, nodes, constants={"zero": np.array([0], np.int64)})
 
 
-def marker_mean(folder: Path, marker: float) -> Path:
-    """A marker of missing values is replaced by the mean of the batch: dependent."""
+def marker_mean(folder: Path, marker: float, *, is_threshold: bool = False) -> Path:
+    """A marker, or all above a threshold, is replaced by the mean of the batch: dependent."""
     nodes = [
-        node("Equal", ["x", "marker"], ["is_missing"]),
+        node("Greater" if is_threshold else "Equal", ["x", "marker"], ["is_missing"]),
         node("ReduceMean", ["x"], ["mean"], axes=[0]),
         node("Where", ["is_missing", "mean", "x"], ["y"]),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from iskander_worker.loading.generated_rows import has_divisions
+from iskander_worker.loading.graph_constants import constants_of
 from iskander_worker.session import Session
 from support.graphs import Generated, generated
 from support.scripted import model_spec
@@ -43,6 +43,6 @@ def test_divisions_of_a_graph(tmp_path: Path) -> None:
     for graph in generated():
         if graph.name in ("lookup-int64-1", "add-int64-3", "standardize-float-4"):
             folder = graph.save(tmp_path / graph.name)
-            found[graph.name] = has_divisions(folder / "model.onnx")
+            found[graph.name] = constants_of(folder / "model.onnx").has_divisions
     assert found == {"lookup-int64-1": True, "add-int64-3": False, "standardize-float-4": True}
-    assert has_divisions(tmp_path / "absent")
+    assert constants_of(tmp_path / "absent").has_divisions

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from iskander_worker.backends import Run
-from iskander_worker.loading.generated_rows import RowGenerator, Values, words_in
+from iskander_worker.loading.generated_rows import RowGenerator, Values
 from iskander_worker.loading.row_measurement import RowVerdict, measure_rows
 from iskander_worker.session import Session
 from onnx import TensorProto
@@ -61,8 +63,19 @@ def test_marker_that_is_replaced_by_a_mean(marker: float, tmp_path: Path) -> Non
     assert verdict_of(folder).verdict == "dependent"
 
 
+@pytest.mark.parametrize("is_threshold", [False, True], ids=["equal", "greater"])
+@pytest.mark.parametrize("marker", [37.25, -12345.0, 3e15])
+def test_constant_of_the_graph(marker: float, is_threshold: bool, tmp_path: Path) -> None:
+    """A value that is replaced by a mean is no usual marker, but a constant of the graph."""
+    if is_threshold and marker < 0:
+        pytest.skip("all usual rows exceed a negative threshold")
+    folder = row_graphs.marker_mean(tmp_path / "m", marker, is_threshold=is_threshold)
+    assert verdict_of(folder).verdict in ("approximate", "dependent")
+
+
 @pytest.mark.parametrize(
-    ("marker", "element"), [(-999, TensorProto.INT64), (255, TensorProto.UINT8), (0, 7)]
+    ("marker", "element"),
+    [(-999, TensorProto.INT64), (255, TensorProto.UINT8), (0, 7), (421, TensorProto.INT32)],
 )
 def test_integer_marker(marker: int, element: int, tmp_path: Path) -> None:
     """The same for integers, which generated rows have not by chance."""
@@ -256,8 +269,22 @@ def test_rows_of_a_kind_vary_and_repeat() -> None:
     assert first["n"].max() <= 3
 
 
-def test_words_of_a_graph(tmp_path: Path) -> None:
-    """Strings of attributes and tensors, found by their encoding."""
-    (tmp_path / "model.onnx").write_bytes(b"\x00\x4a\x05paris\x4a\x06ber\x00in\x32\x04rome\x4a")
-    assert words_in(tmp_path / "model.onnx") == ("paris", "rome")
-    assert words_in(tmp_path / "absent") == ()
+def test_dependence_beyond_a_thousand_rows() -> None:
+    """A window over more rows than a usual batch has; a fast model is run with 65,536 rows."""
+
+    def window(x: np.ndarray, run: Run) -> np.ndarray:
+        return x + (x.sum() if len(x) > 20_000 else 0)
+
+    assert "behind 65528 rows" in measured(window).evidence
+    assert "1 to 65536 rows" in measured(lambda x, run: x + 1).evidence
+
+
+def test_no_larger_batch_than_a_slow_model_runs_in_time() -> None:
+    """Rows of 20 us would take twice the time limit of a batch of 65,536."""
+
+    def slow(x: np.ndarray, run: Run) -> np.ndarray:
+        time.sleep(len(x) * 2e-5)
+        return x + 1
+
+    rows = int(re.findall(r"1 to (\d+) rows", measured(slow).evidence)[0])
+    assert 1024 <= rows < 16_384

@@ -8,9 +8,7 @@ Runs on: worker main, and the process of a sandboxed load.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,17 +17,10 @@ from iskander.contract.tensors import TensorSpec
 from iskander_worker.warm_up import is_bfloat16, to_element_type
 
 DIGITS = tuple("123456789")
-WORDS_MAX = 4096
-WORD_FILE_BYTES_MAX = 64 << 20
 FLOAT16_SCALE_MAX = 1000.0
 FLOAT16_MAX = 65504.0
 RARE_SHARE = 0.2
 """Share of the elements that have a rare value."""
-_STRING_FIELD = re.compile(rb"[\x32\x4a]([\x01-\x20])")
-"""Tag and length of a short string in an ONNX file: `TensorProto.string_data` and
-`AttributeProto.strings` have the field numbers 6 and 9."""
-_DIVISION = re.compile(rb"\x22\x03(Div|Mod)")
-"""`NodeProto.op_type`, field number 4, of the operators that divide integers."""
 
 
 class Values(NamedTuple):
@@ -131,33 +122,6 @@ class RowGenerator:
             length = int(random.integers(1, values.words_of_text, endpoint=True))
             texts.append(" ".join(words[at] for at in random.integers(len(words), size=length)))
         return texts
-
-
-def words_in(path: Path) -> tuple[str, ...]:
-    """Words that a graph file contains, such as categories and the vocabulary of a tokenizer.
-
-    The file is searched for short strings and not parsed, so some words may not be the model's.
-    """
-    if not path.is_file():
-        return ()
-    with path.open("rb") as file:
-        raw = file.read(WORD_FILE_BYTES_MAX)
-    words: dict[str, None] = {}
-    for found in _STRING_FIELD.finditer(raw):
-        begin = found.end()
-        word = raw[begin : begin + found[1][0]]
-        if word.isalnum() and word.isascii():
-            words[word.decode()] = None
-            if len(words) == WORDS_MAX:
-                break
-    return tuple(words)
-
-
-def has_divisions(path: Path) -> bool:
-    """Whether a graph file may divide integers; true for a file that is absent or too large."""
-    if not path.is_file() or path.stat().st_size > WORD_FILE_BYTES_MAX:
-        return True
-    return _DIVISION.search(path.read_bytes()) is not None
 
 
 def _is_float(spec: TensorSpec) -> bool:

@@ -8,10 +8,11 @@ depends on what the second column names:
     in parts                          the split of a request
     the last row repeated             padding
     among many other rows             the rows of other requests
-    behind a thousand rows            a window over rows, or a limit of positions
+    behind 1,000 and 65,000 rows      a window over rows, or a limit of positions
     among rows 1000 times as large,   a scale of the whole batch, as in dynamic quantization
       and 1000 times as small
     among NaN, infinities, 10^9       the treatment of such values in the whole batch
+    with constants of the graph       the replacement of such a value by one of the whole batch
 
 The rows are the warm-up samples, if there are any, and generated ones of several kinds. The
 reference results of different rows must differ, because equal results do not show their row.
@@ -35,13 +36,8 @@ from iskander.contract.tensors import Contract
 from iskander.contract.tolerance import difference, mismatches, scale_of
 from iskander.errors import ContractError, ExecutionFailed, shorten
 from iskander_worker.backends import Run
-from iskander_worker.loading.generated_rows import (
-    DIGITS,
-    RowGenerator,
-    Values,
-    has_divisions,
-    words_in,
-)
+from iskander_worker.loading.generated_rows import DIGITS, RowGenerator, Values
+from iskander_worker.loading.graph_constants import GraphConstants, constants_of
 
 MAGNITUDE = 1000.0
 RARE = (((float("nan"),), "NaN"), ((float("inf"), float("-inf")), "infinities"))
@@ -49,9 +45,17 @@ MARKERS = (0.0, -1.0, 1.0, -9.0, 9.0, -99.0, 99.0, -999.0, 999.0, -9999.0, 9999.
 """Floats that often stand for a missing value, which a model may replace by a mean of the batch."""
 INTEGER_MARKERS = (0, -1, -2, -9, 99, -99, 999, -999, 127, 255, 9999, -9999, 32767)
 """The same for integers; 0 and -1 not for a graph that divides integers."""
+LARGE = 1e4
+"""Generated floats do not reach beyond a constant of this size, so its double is tried too."""
 FAR_ROWS = 1024
+FAREST_ROWS = 65_536
+"""The default of `models.max_batch_rows`."""
 FAR_BYTES_MAX = 32 << 20
-"""Limit of the inputs and results of a batch of `FAR_ROWS` rows."""
+"""Limit of the inputs and results of a batch of more than `FAR_ROWS` rows."""
+FAR_STEP = 4
+FAR_S = 0.5
+"""Limit of the time of a batch of more than `FAR_ROWS`. The time is predicted from the batch
+before it, as that of a model whose cost grows with the square of the rows."""
 SMALL_SHARE = 0.05
 """Largest difference of `approximate` results, as a share of the results of all rows."""
 SEARCHED_ROWS = 512
@@ -190,6 +194,7 @@ class _Measurement:
         self._far_rows = 0
         self._largest_rows = 0
         self._may_be_zero = False
+        self._constants = GraphConstants()
         self._varied_outputs: set[str] = set()
         self._kinds_examined = 0
         self._first_error = ""
@@ -203,7 +208,8 @@ class _Measurement:
     def verdict(self, samples: Arrays, graph_file: Path, *, is_confined: bool) -> RowVerdict:
         """Compare the rows of each kind of values, and judge the differences."""
         self._extent = self._choose_extent()
-        kinds = self._kinds(graph_file, is_confined=is_confined)
+        self._constants = constants_of(graph_file)
+        kinds = self._kinds(is_confined=is_confined)
         if samples:
             self._examine(kinds[0], samples)
         count = self._fixed or self._extent.rows
@@ -214,7 +220,7 @@ class _Measurement:
             for rare, text in RARE:
                 for each in self._rare_rows(rare, text):
                     self._worst_similar = _larger_of(self._worst_similar, each)
-            for marker in MARKERS if self._extent is EXTENTS[0] else ():
+            for marker in self._float_markers():
                 for each in self._rare_rows((marker,), f"{marker:g}"):
                     self._worst_similar = _larger_of(self._worst_similar, each)
             for number in self._integer_markers(is_confined=is_confined):
@@ -286,9 +292,16 @@ class _Measurement:
         count = self._fixed or self._extent.rows
         sizes = f"{count}" if self._fixed else f"1 to {self._largest_rows or self._extent.many}"
         kinds = f"{self._kinds_examined} kind{'s' if self._kinds_examined > 1 else ''}"
+        untried = "; integers below 1 were not tried" if self._leaves_out_integers else ""
         return RowVerdict(
-            "independent", f"{count} rows of {kinds} of values, in batches of {sizes} rows"
+            "independent",
+            f"{count} rows of {kinds} of values, in batches of {sizes} rows{untried}",
         )
+
+    @property
+    def _leaves_out_integers(self) -> bool:
+        """Whether zeros and negative integers could end the process."""
+        return self._generator.has_integers and not self._may_be_zero
 
     def _choose_extent(self) -> Extent:
         """Choose the extent by the time of one row, and whether a batch of `FAR_ROWS` runs."""
@@ -300,29 +313,34 @@ class _Measurement:
                 return EXTENTS[0]
             times.append((now_ns() - begun_ns) / NS_PER_S)
         row_s = min(times) / (self._fixed or 1)
-        if FAR_ROWS * row_s <= TIME_SHARE * self._seconds / 2 and self._fixed is None:
-            specs = (*self._model.contract.inputs, *self._model.contract.outputs)
-            if sum(spec.buffer_bytes(FAR_ROWS) for spec in specs) <= FAR_BYTES_MAX:
-                self._far_rows = FAR_ROWS
+        is_fast = FAR_ROWS * row_s <= TIME_SHARE * self._seconds / 2
+        if is_fast and self._fixed is None and FAR_ROWS * self._row_bytes <= FAR_BYTES_MAX:
+            self._far_rows = FAR_ROWS
         for extent in EXTENTS:
             if extent.total * row_s <= TIME_SHARE * self._seconds:
                 return extent
         raise _Undecided(f"one row takes {row_s:.2g} s, which is too long to measure more of them")
 
-    def _kinds(self, graph_file: Path, *, is_confined: bool) -> list[Values]:
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of a row of all inputs and results."""
+        specs = (*self._model.contract.inputs, *self._model.contract.outputs)
+        return max(sum(spec.buffer_bytes(FAR_ROWS) for spec in specs) // FAR_ROWS, 1)
+
+    def _kinds(self, *, is_confined: bool) -> list[Values]:
         """The kinds of values to try."""
         generator = self._generator
         kinds = [Values()]
         if is_confined and generator.has_integers:
             kinds.append(Values(high=9))
-            if not has_divisions(graph_file):
+            if not self._constants.has_divisions:
                 self._may_be_zero = True
                 kinds += [Values(low=0, high=1), Values(low=-2)]
         if generator.has_floats:
             kinds += [Values(scale=100.0), Values(scale=10.0, are_positive=True)]
         if generator.has_texts:
             kinds.append(Values(words=("", *DIGITS)))
-        if generator.has_texts and (words := words_in(graph_file)):
+        if generator.has_texts and (words := tuple(self._constants.words)):
             kinds += [Values(words=words), Values(words=words, words_of_text=4)]
         return kinds
 
@@ -393,18 +411,32 @@ class _Measurement:
     def _behind_many(
         self, rows: Arrays, found: dict[str, np.ndarray], values: Values
     ) -> Iterator[_Difference]:
-        """Differences at the end of a batch of `FAR_ROWS` rows; only once for a measurement."""
-        before, self._far_rows = self._far_rows - _row_count(rows), 0
-        if before <= 0:
+        """Differences at the end of large batches; only once for a measurement."""
+        total, self._far_rows = self._far_rows, 0
+        taken_s = 0.0
+        while 0 < total * self._row_bytes <= FAR_BYTES_MAX and taken_s * FAR_STEP**2 < FAR_S:
+            if total > FAREST_ROWS or self._has_difference:
+                return
+            begun_ns = now_ns()
+            yield from self._behind(total, rows, found, values)
+            taken_s = (now_ns() - begun_ns) / NS_PER_S
+            total *= FAR_STEP
+
+    def _behind(
+        self, total: int, rows: Arrays, found: dict[str, np.ndarray], values: Values
+    ) -> Iterator[_Difference]:
+        """Differences at the end of a batch of `total` rows, unless the others alone fail."""
+        count = _row_count(rows)
+        if total <= count:
             return
+        before = total - count
         others = self._generator.rows(before, values, seed=95)
         if isinstance(self._results(others), str):
             return
-        self._largest_rows = before + _row_count(rows)
+        self._largest_rows = total
         joined = {name: np.concatenate([others[name], rows[name]]) for name in rows}
-        own = list(range(before, before + _row_count(rows)))
-        indices = list(range(_row_count(rows)))
-        yield from self._compare(joined, found, indices, f"behind {before} rows", own)
+        own = list(range(before, total))
+        yield from self._compare(joined, found, list(range(count)), f"behind {before} rows", own)
 
     def _rare_neighbours(
         self, rows: Arrays, found: dict[str, np.ndarray], values: Values
@@ -421,17 +453,28 @@ class _Measurement:
             others = self._generator.rows(_row_count(rows), kind, seed=94)
             yield from self._among(rows, found, others, f"among rows with {text}")
 
+    def _float_markers(self) -> list[float]:
+        """The floats to try as markers: usual ones, and constants of the graph."""
+        if self._extent is not EXTENTS[0]:
+            return []
+        own = list(self._constants.numbers)
+        own += [2 * number for number in own if abs(number) > LARGE]
+        return list(dict.fromkeys((*MARKERS, *own)))
+
     def _integer_markers(self, *, is_confined: bool) -> list[int]:
         """The integers to try as markers; none where one could end the process of a worker."""
         if not is_confined or self._extent is not EXTENTS[0] or self._worst_similar is not None:
             return []
-        return [each for each in INTEGER_MARKERS if self._may_be_zero or each not in (0, -1)]
+        own = [int(number) for number in self._constants.numbers if number == int(number)]
+        markers = dict.fromkeys((*INTEGER_MARKERS, *own))
+        return [each for each in markers if self._may_be_zero or each not in (0, -1)]
 
     def _rare_rows(
         self, rare: tuple[float, ...], text: str, rare_integer: int | None = None
     ) -> Iterator[_Difference]:
         """Differences of rows with rare values, such as NaN, between two sets of other rows.
 
+        Only the second set has these values too: large ones alone would decide a mean of the batch.
         The rows have the same positions in both batches, because the runtime may compute a maximum
         with NaN differently at another position.
         """
@@ -442,8 +485,8 @@ class _Measurement:
         own = list(range(0, count, 2))
         first = self._generator.rows(count, Values(), seed=92)
         high = 2 if rare else 9
-        second = self._generator.rows(count, Values(scale=100.0, high=high), seed=91)
         kind = Values(rare=rare, rare_integer=rare_integer)
+        second = self._generator.rows(count, kind._replace(scale=100.0, high=high), seed=91)
         rows = self._generator.rows(count, kind, seed=93)
         for batch in (first, second):
             for name in batch:

@@ -30,7 +30,7 @@ from iskander.decoders import thread_safe
 from iskander.errors import ConfigError, ManifestError
 from iskander_worker.loading.measurement import Measurement
 
-FORMAT = 3
+FORMAT = 4
 ENTRIES_MAX = 4096
 FILES_MAX = 256
 RECORD_BYTES_MAX = 1 << 16
