@@ -60,7 +60,8 @@ def check(config: Config) -> CheckResult:
     """Run the startup checks and load the models.
 
     Raises:
-        IskanderError: The startup would fail.
+        IskanderError: The startup would fail. The message has the error of each model of the
+            configuration, and the type is that of the first one.
     """
     placed = plan_machine(config)
     require_addresses(config)
@@ -70,14 +71,17 @@ def check(config: Config) -> CheckResult:
     loading = loading_spec(config)
     specs = [model_spec(key, model, loading) for key, model in enumerate(config.models)]
     set_library_environment()
-    checked = []
+    checked: list[CheckedModel] = []
+    errors: list[IskanderError] = []
     for spec, model in zip(specs, config.models, strict=True):
         title = f"{spec.name}/{spec.version}"
         try:
             loaded = _load(spec, model.python, placed, config)
+            checked.append(CheckedModel(spec.name, title, loaded))
         except IskanderError as error:
-            raise type(error)(f"model `{title}`: {error.message}") from None
-        checked.append(CheckedModel(spec.name, title, loaded))
+            errors.append(type(error)(f"model `{title}`: {error.message}"))
+    if errors:
+        raise type(errors[0])("\n".join(error.message for error in errors))
     shadows = [f"{name}/{version}" for name, version in configured_shares(config)]
     checked = _compared(checked, shadows)
     if config.repository.path:

@@ -55,6 +55,27 @@ def test_load_errors_are_listed_with_loaded_versions(tmp_path: Path) -> None:
     assert rows["torn"].startswith("cannot be loaded: ") and "model.toml" in rows["torn"]
 
 
+def test_every_bad_model_of_a_configuration_is_named(tmp_path: Path) -> None:
+    """The first error does not hide the second one; the exit code is that of the gateway."""
+    models = Folder(tmp_path / "models")
+    for name in ("bad", "good", "worse"):
+        models.put(name, 1, 2)
+    for name in ("bad", "worse"):
+        (tmp_path / "models" / name / "1" / "model.onnx").write_bytes(b"no model")
+    entries = "".join(
+        f'[[models]]\nname = "{name}"\npath = "models/{name}/1"\n'
+        for name in ("bad", "good", "worse")
+    )
+    config = tmp_path / "iskander.toml"
+    config.write_text(f'[server]\naddress = "127.0.0.1:0"\n{entries}')
+    done = subprocess.run(
+        [BIN / "iskander", "check", config], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 78
+    assert "model `bad/1`: " in done.stderr and "model `worse/1`: " in done.stderr
+    assert "good/1" not in done.stderr
+
+
 def test_settings_that_prevent_readiness_are_listed(tmp_path: Path) -> None:
     models = Folder(tmp_path / "models")
     models.put("absent", 1, 2)
