@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final, Protocol
 
+from iskander.clock import NS_PER_MS, NS_PER_S, thread_cpu_ns
 from iskander.config.schema import LimitsConfig
+from iskander.contract.tensors import Contract
 from iskander.errors import Overloaded
 from iskander.protocols.flight.fair_threads import FairThreads
 from iskander.protocols.flight.plan import HEADER_FACTOR, Plan
@@ -22,6 +24,10 @@ IDLE_BYTES_MAX: Final = 16 << 20
 IDLE_SHARE: Final = 16
 """Such plans have at most one part in so many of the receive budget."""
 RETRY_MS: Final = 1000
+REST_FACTOR: Final = 4
+"""A caller builds plans for at most one fifth of the time, of which a thread runs Python."""
+REST_FROM_NS: Final = 5 * NS_PER_MS
+"""Shorter builds are free: those of a few hundred columns."""
 Key = tuple[int, bytes]
 """Key of the model, and header of the schema message."""
 
@@ -106,7 +112,9 @@ class Plans:
             size = HEADER_FACTOR * len(header)
             self._charge(size)
             try:
-                plan = await self.threads.run(Plan, header, contract, limits)
+                plan, used_ns = await self.threads.run(_timed_plan, header, contract, limits)
+                if used_ns > REST_FROM_NS:
+                    self.threads.rest(caller, REST_FACTOR * used_ns / NS_PER_S)
                 rest = plan.memory_bytes - size
                 self._charge(rest)
                 size += rest
@@ -169,3 +177,10 @@ class Plans:
     def _release(self, size: int) -> None:
         self.charged_bytes -= size
         self._budget.release(size)
+
+
+def _timed_plan(header: bytes, contract: Contract, limits: LimitsConfig) -> tuple[Plan, int]:
+    """Build a plan on a thread; return it and the processor time used."""
+    begun_ns = thread_cpu_ns()
+    plan = Plan(header, contract, limits)
+    return plan, thread_cpu_ns() - begun_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, LimitExceeded, Overloaded
 from iskander.protocols.flight.fair_threads import FairThreads
-from iskander.protocols.flight.plans import IDLE_BYTES_MAX, Plans
+from iskander.protocols.flight.plans import IDLE_BYTES_MAX, REST_FROM_NS, Plans
 from iskander.transport.receive_budget import ReceiveBudget
 
 CONTRACT = Contract(
@@ -151,3 +152,45 @@ async def test_cancelled_turns_are_given_to_others() -> None:
     assert order[0] == 0 and order[-1] == 3 and 1 not in order
     async with threads.turn("later"):
         assert await threads.run(sum, [1, 2]) == 3
+
+
+@in_loop
+async def test_caller_rests_after_an_expensive_plan() -> None:
+    """Meanwhile the threads serve others, and the event loop has the interpreter lock."""
+    plans, _ = plans_of()
+    wide = header_of(*(f"c{number}" for number in range(1000)))
+    await plans.build(LANE, wide, "wide")
+    again = asyncio.ensure_future(plans.build(LANE, header_of("b"), "wide"))
+    await plans.build(LANE, header_of("c"), "other")
+    assert not again.done()
+    begun = asyncio.get_running_loop().time()
+    await again
+    assert asyncio.get_running_loop().time() - begun > 2 * REST_FROM_NS / 1e9
+
+
+@in_loop
+async def test_threads_serve_others_while_a_caller_rests() -> None:
+    """A resting caller keeps its place, also behind a thread that becomes free."""
+    threads = FairThreads(1)
+    order = []
+
+    async def work(name: str, caller: object) -> None:
+        async with threads.turn(caller):
+            order.append(name)
+            await threads.run(pause)
+
+    def pause() -> None:
+        time.sleep(0.01)
+
+    first = asyncio.ensure_future(work("first", "a"))
+    await asyncio.sleep(0)
+    threads.rest("a", 0.1)
+    await asyncio.gather(first, work("rested", "a"), work("b1", "b"), work("b2", "b"))
+    assert order == ["first", "b1", "b2", "rested"]
+    cancelled = asyncio.ensure_future(work("cancelled", "c"))
+    threads.rest("c", 0.05)
+    await asyncio.sleep(0)
+    await work("d", "d")
+    await asyncio.sleep(0.1)
+    await cancelled
+    await asyncio.wait_for(work("last", "c"), 5)
