@@ -165,6 +165,9 @@ async def _serve(config: Config, slots: list[SlotPlan], arguments: argparse.Name
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Memory of pyarrow is returned to the system with the heap (`transport/allocator.py`).
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    from iskander.arrow.without_pandas import keep_pandas_out
+
+    keep_pandas_out()
     from iskander.gateway.operation import Operation, ask_parent
     from iskander.gateway.server import Server
 

@@ -19,6 +19,7 @@ from typing import Final
 
 import pyarrow as pa
 
+from iskander.arrow.without_pandas import keep_pandas_out
 from iskander.errors import ConfigError
 from iskander.exit_codes import ExitCode
 from iskander.logs import observation as log
@@ -41,6 +42,7 @@ def main() -> int:
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.nice(NICE)
+    keep_pandas_out()
     threading.excepthook = _end_process
     pa.set_cpu_count(THREADS)
     pa.set_io_thread_count(THREADS)

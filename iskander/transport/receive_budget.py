@@ -36,6 +36,8 @@ MESSAGE_RATE_MIN: Final = 500
 """Bytes/s. The default of Apache's mod_reqtimeout for request bodies."""
 EXCESS_BYTES: Final = 16 << 20
 """Fall of the peak after which the heap is trimmed."""
+QUIET_SHARE: Final = 16
+"""Fall of the bytes charged in an interval after which the heap is trimmed."""
 TICK_S: Final = 0.01
 """Interval of the retries of waiting reservations."""
 TRACKED_BYTES_MIN: Final = 65_536
@@ -81,6 +83,7 @@ class ReceiveBudget:
         self.holders: set[Holder] = set()
         self.evictions = 0
         self._used = self._peak = self._recent_peak = 0
+        self._turnover = self._turnover_peak = 0
         self._freed: deque[int] = deque()
         self._reserved: dict[object, int] = {}
         self._waiting: dict[Reservation, tuple[object, int]] = {}
@@ -103,6 +106,7 @@ class ReceiveBudget:
     def charge(self, size: int) -> None:
         """Charge bytes; above the limit, make holders free memory."""
         self._used += size
+        self._turnover += size
         self._recent_peak = max(self._recent_peak, self._used)
         if self._used > self.limit_bytes:
             self._free_excess()
@@ -168,13 +172,22 @@ class ReceiveBudget:
         self.release(excess)
 
     def has_excess(self) -> bool:
-        """Return whether the peak since the last call is `EXCESS_BYTES` below the previous peak."""
+        """Return whether memory has become free since the last call, which is made in intervals.
+
+        Either the peak is `EXCESS_BYTES` below the previous peak. Or much less is charged than in
+        an earlier interval: small messages need little at a time, and work on them leaves gaps.
+        """
         self._peak = max(self._peak, self._recent_peak)
-        has_excess = self._peak - self._recent_peak >= EXCESS_BYTES
-        if has_excess:
+        is_lower = self._peak - self._recent_peak >= EXCESS_BYTES
+        if is_lower:
             self._peak = self._recent_peak
         self._recent_peak = self.used_bytes
-        return has_excess
+        self._turnover_peak = max(self._turnover_peak, self._turnover)
+        is_quiet = self._turnover * QUIET_SHARE < self._turnover_peak >= EXCESS_BYTES
+        if is_quiet:
+            self._turnover_peak = self._turnover
+        self._turnover = 0
+        return is_lower or is_quiet
 
     def _can_reserve(self, holder: object, size: int) -> bool:
         reserved = self._reserved.get(holder, 0)

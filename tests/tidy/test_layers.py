@@ -54,7 +54,7 @@ LAYERS = {
         "transport scheduling supervision repository shadow"
     ),
     "gateway": (
-        "build_info errors exit_codes clock logs config memory drift control file_watcher auth "
+        "build_info errors exit_codes clock logs config arrow memory drift control file_watcher auth "
         "measurement transport scheduling supervision repository sources observation protocols "
         "shadow event_stream telemetry"
     ),

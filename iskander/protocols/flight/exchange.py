@@ -220,6 +220,8 @@ class Exchange:
             self._is_ended = True
             if self._admission is not None:
                 self._admission.cancel()
+                # Its error will reference its traceback, which references this object.
+                self._admission = None
             for preparation in self._preparations:
                 preparation.cancel()
             for pending in self._unwritten:

@@ -171,6 +171,8 @@ class Session:
         self._is_lost = True
         if self._admission is not None:
             self._admission.cancel()
+            # Its error will reference its traceback, which references this object.
+            self._admission = None
         if self._expiry is not None:
             self._expiry.cancel()
         for pending in chain(self._waiting, *self._replies.values()):

@@ -78,3 +78,22 @@ def huge_bytes(array: TrackedArray) -> int:
         elif is_inside and first == "AnonHugePages:":
             return int(rest.split()[0]) * 1024
     raise AssertionError("the array is in no mapping")
+
+
+def test_free_memory_is_noticed_after_a_high_peak_and_after_much_work() -> None:
+    """A second look at an idle server finds nothing, so its heap is trimmed once."""
+    budget = ReceiveBudget(1 << 30)
+    assert not budget.has_excess()
+    budget.charge(64 << 20)
+    assert not budget.has_excess()
+    budget.release(64 << 20)
+    # The peak of the last interval is that of its begin.
+    assert [budget.has_excess() for _ in range(4)] == [True, True, False, False]
+    for _ in range(100):  # Small messages, one after the other.
+        budget.charge(1 << 20)
+        budget.release(1 << 20)
+    assert [budget.has_excess() for _ in range(3)] == [False, True, False]
+    for _ in range(100):
+        budget.charge(1 << 10)
+        budget.release(1 << 10)
+    assert [budget.has_excess() for _ in range(3)] == [False] * 3

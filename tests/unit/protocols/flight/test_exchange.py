@@ -32,6 +32,7 @@ from iskander.errors import (
 from iskander.protocols.flight.codec import StreamCodec
 from iskander.protocols.flight.data import read_flight_data
 from iskander.protocols.flight.exchange import Exchange, RejectedBatch
+from iskander.protocols.flight.fair_threads import THREADS_MAX
 from iskander.protocols.flight.plan import Plan
 from iskander.protocols.flight.plans import Plans
 from iskander.transport.receive_budget import ReceiveBudget
@@ -80,6 +81,39 @@ def test_error_does_not_keep_its_stream_alive() -> None:
         try:
             reference = await failed_stream()
             await asyncio.sleep(0)
+            assert reference() is None
+        finally:
+            gc.enable()
+
+    asyncio.run(run_test())
+
+
+def test_cancelled_admission_does_not_keep_its_stream_alive() -> None:
+    """The error of a cancelled task references its frames, and they the stream."""
+
+    async def cancelled_stream() -> weakref.ref[Exchange]:
+        call: Any = SimpleNamespace(
+            metadata=(), deadline_ns=None, source=Source(), has_input=False, caller="client"
+        )
+        stream = exchange_of(call)
+        build = stream._build_plan(lane_of(0, contract=CONTRACT), b"")
+        for _ in range(THREADS_MAX):
+            await stream._plans.threads.turn("other").__aenter__()
+        running = asyncio.create_task(stream.run())
+        await asyncio.sleep(0)
+        stream._admission = asyncio.create_task(build)
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+        return weakref.ref(stream)
+
+    async def run_test() -> None:
+        gc.collect()
+        gc.disable()
+        try:
+            reference = await cancelled_stream()
+            for _ in range(5):
+                await asyncio.sleep(0)
             assert reference() is None
         finally:
             gc.enable()
