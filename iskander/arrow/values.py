@@ -110,7 +110,11 @@ def decoded(array: pa.Array) -> pa.Array:
     if pa.types.is_dictionary(array.type):
         return plain_array(array.dictionary).take(array.indices)
     if pa.types.is_run_end_encoded(array.type):
-        return _decoded_runs(array, plain_array(array.values))
+        values = plain_array(array.values)
+        if isinstance(values.type, pa.BaseExtensionType):  # Which no kernel decodes.
+            stored = _decoded_runs(array, values.storage)
+            return pa.ExtensionArray.from_storage(values.type, stored)
+        return _decoded_runs(array, values)
     return array
 
 
@@ -174,19 +178,24 @@ def elements(array: pa.Array) -> Values:
     return Values(_data(values).reshape(shape), valid, isinstance(values.type, BFloat16))
 
 
-def decimals(array: pa.Array) -> tuple[np.ndarray | None, int]:
-    """Unscaled integers of a decimal array, or None if one needs over 64 bits; and the scale."""
-    kind, width = array.type, array.type.bit_width // 8
+def decimals(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None]:
+    """Unscaled integers of a decimal array, and the mask of valid ones of over 64 bits or None.
+
+    The latter are 0 in the first array.
+    """
+    width = array.type.bit_width // 8
     raw = np.frombuffer(array.buffers()[1] or b"", np.uint8)
     raw = raw[array.offset * width :][: len(array) * width]
     if width <= 8:
-        return raw.view(np.dtype(f"i{width}")).astype(np.int64), kind.scale
+        return raw.view(np.dtype(f"i{width}")).astype(np.int64), None
     words = raw.view(np.int64).reshape(len(array), width // 8)
     valid = _valid(array)
     is_wide = (words[:, 1:] != (words[:, :1] >> 63)).any(axis=1)
-    if (is_wide if valid is None else is_wide & valid).any():
-        return None, kind.scale
-    return words[:, 0].copy(), kind.scale
+    if valid is not None:
+        is_wide &= valid
+    if not is_wide.any():
+        return words[:, 0].copy(), None
+    return np.where(is_wide, 0, words[:, 0]), is_wide
 
 
 def view_bytes(array: pa.Array) -> int:

@@ -188,21 +188,27 @@ class InputBuilder:
 
     def _decimals(self, array: pa.Array, dtype_name: str, location: ValueLocation) -> Values:
         array, shape, valid = arrays.leaf(array)
-        unscaled, scale = arrays.decimals(array)
+        unscaled, is_wide = arrays.decimals(array)
         multiply, divide = 1, 1
         if is_number := self.entry.conversion == "number":
+            scale = array.type.scale
             multiply, divide = 10 ** max(-scale, 0), 10 ** max(scale, 0)
-        if unscaled is not None and max(multiply, divide) < 1 << 63:
+        data: np.ndarray | None = None
+        if max(multiply, divide) < 1 << 63:
             values = Values(unscaled.reshape(shape), valid)
             data = casts.rescale(values, multiply, divide, dtype_name, location)
-        elif is_number and dtype_name.startswith(("float", "bfloat")):
-            floats = array.cast(pa.float64()).to_numpy(zero_copy_only=False)
-            data = casts.cast(Values(floats.reshape(shape), valid), dtype_name, location)
-        else:
+            if is_wide is None:
+                return Values(data, valid, dtype_name == BFLOAT16)
+        if not is_number or not dtype_name.startswith(("float", "bfloat")):
             text = f"column `{location.column}` has a value of over 64 bits; "
             text += f"{dtype_name} cannot represent it"
             raise ContractError(text, column=location.column)
-        return Values(data, valid, dtype_name == BFLOAT16)
+        floats = array.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        wide = casts.cast(Values(floats.reshape(shape), valid), dtype_name, location)
+        if data is not None and is_wide is not None:
+            # A row's value does not depend on the other rows.
+            wide = np.where(is_wide.reshape(shape), wide, data)
+        return Values(wide, valid, dtype_name == BFLOAT16)
 
 
 class BuiltTensor:

@@ -192,9 +192,31 @@ def test_unscaled_decimals_of_a_slice(width: int, scale: int) -> None:
     kind = getattr(pa, f"decimal{width}")(9, scale)
     step = Decimal(10) ** -scale
     array = pa.array([9 * step, -3 * step, None, 5 * step], kind).slice(1)
-    unscaled, actual = decimals(array)
-    assert unscaled is not None and actual == scale
+    unscaled, is_wide = decimals(array)
+    assert is_wide is None
     assert (unscaled[0], unscaled[2]) == (-3, 5)
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_decimals_of_over_64_bits_are_marked(width: int) -> None:
+    """Not those of null slots, whose bytes are undefined."""
+    kind = getattr(pa, f"decimal{width}")(38, 2)
+    array = pa.array([1, Decimal(2) ** 70, None, -(Decimal(2) ** 63), -1], kind)
+    scaled = [100, 0, 0, 0, -100]
+    unscaled, is_wide = decimals(array)
+    assert is_wide is not None and is_wide.tolist() == [False, True, False, True, False]
+    assert np.where(is_wide | ~array.is_valid().to_numpy(False), 0, unscaled).tolist() == scaled
+
+
+@pytest.mark.parametrize("kind", [pa.bool8(), BFloat16()], ids=str)
+def test_runs_of_an_extension_type(kind: pa.DataType) -> None:
+    """Arrow decodes no runs of extension types."""
+    stored = pa.array([1, 0, None], kind.storage_type)
+    values = pa.ExtensionArray.from_storage(kind, stored)
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([2, 3, 5], pa.int32()), values)
+    found = elements(runs.slice(1))
+    assert found.data.astype(int)[:2].tolist() == [1, 0]
+    assert found.valid is not None and found.valid.tolist() == [True, True, False, False]
 
 
 def test_struct_field_in_a_slice() -> None:
