@@ -77,6 +77,7 @@ deb: setup
 lint: setup
 	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,lint]'
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/python scripts/gen_reference.py --check
 	$(BIN)/python scripts/gen_completions.py --check
 	$(BIN)/python scripts/gen_dashboards.py --check

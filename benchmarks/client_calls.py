@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from iskander.scoring.server import private_server
+from iskander.lake.run.server import private_server
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "configs" / "models" / "movielens-two-tower" / "1"

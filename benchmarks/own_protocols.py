@@ -37,25 +37,25 @@ from iskander_worker.loading.onnx_external import external_tensors
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from iskander import varint
 from iskander._generated import flight_pb2, oip_pb2
 from iskander.arrow import ipc
 from iskander.config.schema import Config, LimitsConfig
 from iskander.contract.column_types import parse_column_type
 from iskander.contract.tensors import Contract, TensorSpec
-from iskander.protocols.flight.codec import StreamCodec
-from iskander.protocols.flight.data import data_head, read_flight_data
-from iskander.protocols.flight.plan import Plan
-from iskander.protocols.oip.request import ParsedRequest, read_head, tensors_of
-from iskander.protocols.oip.wire import raw_head, scan, with_id
-from iskander.transport.allocator import keep_large_blocks
-from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.http1.connection import HEAD_BYTES_MAX
-from iskander.transport.http1.listener import Http1Listener
-from iskander.transport.http1.sites import SitePolicy
-from iskander.transport.zmtp.connection import Connection
-from iskander.transport.zmtp.frames import Part
-from iskander.transport.zmtp.listener import Listener
+from iskander.foundation import varint
+from iskander.gateway.protocols.flight.codec import StreamCodec
+from iskander.gateway.protocols.flight.data import data_head, read_flight_data
+from iskander.gateway.protocols.flight.plan import Plan
+from iskander.gateway.protocols.oip.request import ParsedRequest, read_head, tensors_of
+from iskander.gateway.protocols.oip.wire import raw_head, scan, with_id
+from iskander.gateway.transport.http1.connection import HEAD_BYTES_MAX
+from iskander.gateway.transport.http1.listener import Http1Listener
+from iskander.gateway.transport.http1.sites import SitePolicy
+from iskander.gateway.transport.limits.allocator import keep_large_blocks
+from iskander.gateway.transport.limits.connection_limits import ConnectionLimits
+from iskander.gateway.transport.zmtp.connection import Connection
+from iskander.gateway.transport.zmtp.frames import Part
+from iskander.gateway.transport.zmtp.listener import Listener
 
 ROUNDS = 9
 ROUND_S = 0.02

@@ -22,8 +22,8 @@ import pyarrow as pa
 from pyarrow import flight
 
 from benchmarks.workloads import TOLERANCE, Array, Workload, tensors
-from iskander.client.shared_memory import Region
-from iskander.control.shared_regions import REGION_HEADER
+from iskander.client.calls.shared_memory import Region
+from iskander.interprocess.control.shared_regions import REGION_HEADER
 
 GRPC_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),

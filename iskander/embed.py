@@ -22,17 +22,17 @@ from pathlib import Path
 
 from iskander.config.loader import load_config
 from iskander.errors import ConfigError
+from iskander.foundation.measurement.subscribers import SUBSCRIBERS, Subscriber
 from iskander.gateway.__main__ import main
-from iskander.measurement.subscribers import SUBSCRIBERS, Subscriber
-from iskander.protocols.extension import REGISTERED, Factory
-from iskander.scheduling.policies import Score, register
+from iskander.gateway.protocols.extension import REGISTERED, Factory
+from iskander.gateway.scheduling.lanes.policies import Score, register
 
 
 def register_policy(name: str) -> Callable[[Score], Score]:
     """Decorate a function that scores a request; the highest score runs first.
 
     The gateway loop calls it for every request, so it has to be fast. Its argument is a
-    `iskander.scheduling.policies.Scorable`.
+    `iskander.gateway.scheduling.lanes.policies.Scorable`.
 
     Raises:
         ConfigError: A policy with this name exists.
@@ -48,8 +48,8 @@ def register_policy(name: str) -> Callable[[Score], Score]:
 def register_protocol(name: str) -> Callable[[Factory], Factory]:
     """Decorate a factory of a protocol, which `[extensions.protocols.NAME]` configures.
 
-    Its arguments are `iskander.protocols.extension.Services` and the table of its settings; it
-    returns an `iskander.protocols.extension.ProtocolServer`.
+    Its arguments are `Services` and the table of its settings; it returns a `ProtocolServer`. Both
+    are classes of `iskander.gateway.protocols.extension`.
     """
 
     def decorate(factory: Factory) -> Factory:

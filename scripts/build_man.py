@@ -20,7 +20,7 @@ from unittest import mock
 from argparse_manpage.manpage import Manpage
 
 from iskander import __version__
-from iskander.exit_codes import MEANINGS, summary
+from iskander.foundation.exit_codes import MEANINGS, summary
 
 COMMANDS = {
     "iskander": ("iskander.cli.main", "operator's tool of the Iskander model server"),

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from iskander.telemetry.drift_metrics import DRIFT_METRICS, DRIFT_SCOPE
-from iskander.telemetry.metrics import LANE_METRICS, SCOPES, Metric
+from iskander.gateway.telemetry.metrics.drift_metrics import DRIFT_METRICS, DRIFT_SCOPE
+from iskander.gateway.telemetry.metrics.exposition import LANE_METRICS, SCOPES, Metric
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "configs" / "grafana"

@@ -24,9 +24,9 @@ from benchmarks.systems import (
     stop,
     wait_ready,
 )
-from iskander.auth.tokens import add_token
 from iskander.client import OFF, Client
 from iskander.errors import IskanderError
+from iskander.gateway.auth.tokens import add_token
 
 QUIET_S = 90.0
 """Limit for open requests to end and for workers to restart."""

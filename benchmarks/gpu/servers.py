@@ -24,7 +24,7 @@ from benchmarks.gpu.models import config_of
 from benchmarks.machine import PEERS
 from benchmarks.systems import LOG_TAIL_BYTES, SERVERS, child_processes, free_port, stop
 from iskander.client import Client
-from iskander.scoring.server import prepared_server
+from iskander.lake.run.server import prepared_server
 
 GRAPHS = "provider_options = {cuda = {enable_cuda_graph = true}}"
 TRITON = PEERS / "triton-gpu" / "bin" / "python"

@@ -25,7 +25,7 @@ from benchmarks.gpu.clients import run_clients
 from benchmarks.gpu.models import ROWS, config_of, write_models
 from benchmarks.gpu.servers import GRAPHS, require_gpu
 from iskander.client import Client
-from iskander.scoring.server import prepared_server
+from iskander.lake.run.server import prepared_server
 
 Span = tuple[float, float]
 WRITE_S = 120.0

@@ -25,8 +25,8 @@ from pathlib import Path
 from pyarrow import flight
 
 from benchmarks.workloads import TWO_TOWER
-from iskander.control.shared_regions import request_region
 from iskander.errors import IskanderError
+from iskander.interprocess.control.shared_regions import request_region
 
 STREAMS = 4
 ROWS = 128

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 from benchmarks.scheduling.fleet import fleet, merged, with_bulk
 from benchmarks.scheduling.simulation import Arrival, Model, World, unnamed
 from benchmarks.tables import render_table
-from iskander.clock import NS_PER_MS, NS_PER_S
 from iskander.config.models import LaneConfig
-from iskander.scheduling.policies import POLICIES
+from iskander.foundation.clock import NS_PER_MS, NS_PER_S
+from iskander.gateway.scheduling.lanes.policies import POLICIES
 
 SECONDS, WARM_UP_S, SEEDS = 6.0, 1.0, (1, 2)
 LOADS = (0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from benchmarks.scheduling.simulation import Arrival
-from iskander.auth.source import Source
-from iskander.clock import NS_PER_MS, NS_PER_S
-from iskander.scheduling.request import Terms
+from iskander.foundation.clock import NS_PER_MS, NS_PER_S
+from iskander.gateway.auth.source import Source
+from iskander.gateway.scheduling.request import Terms
 
 HERTZ = 50.0
 JITTER_MS = 0.5

@@ -36,8 +36,8 @@ from benchmarks.systems import start
 from benchmarks.tables import render_table
 from benchmarks.workloads import FOLDER, Workload
 from iskander.client import Client
-from iskander.clock import NS_PER_MS, NS_PER_S
 from iskander.errors import IskanderError
+from iskander.foundation.clock import NS_PER_MS, NS_PER_S
 
 MODEL = "robot-policy"
 CASES = ((10, 6.0), (20, 5.0))

@@ -23,24 +23,24 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from iskander.config.models import LaneConfig
 from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
-from iskander.control.channel import Channel
-from iskander.control.messages import Done, Execute, ModelSpec, decode_to_worker
 from iskander.errors import IskanderError
-from iskander.memory.segment import Segment
-from iskander.scheduling import completion, dispatch, input_arena
-from iskander.scheduling.batcher import Formed
-from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.fair_share import BriefRequests
-from iskander.scheduling.input_arena import InputArena
-from iskander.scheduling.lane import Lane
-from iskander.scheduling.request import NEVER_NS, NO_TERMS, Request, Terms
-from iskander.scheduling.wakeup import BusyPolling
-from iskander.supervision.worker import SlotPlan, Worker
+from iskander.foundation.clock import NS_PER_MS, NS_PER_S, NS_PER_US
+from iskander.gateway.scheduling import completion, dispatch, input_arena
+from iskander.gateway.scheduling.dispatch import Dispatcher
+from iskander.gateway.scheduling.input_arena import InputArena
+from iskander.gateway.scheduling.lanes.batcher import Formed
+from iskander.gateway.scheduling.lanes.fair_share import BriefRequests
+from iskander.gateway.scheduling.lanes.lane import Lane
+from iskander.gateway.scheduling.request import NEVER_NS, NO_TERMS, Request, Terms
+from iskander.gateway.scheduling.wakeup import BusyPolling
+from iskander.gateway.supervision.worker import SlotPlan, Worker
+from iskander.interprocess.control.channel import Channel
+from iskander.interprocess.control.messages import Done, Execute, ModelSpec, decode_to_worker
+from iskander.interprocess.memory.segment import Segment
 
 TIMER_STEP_NS = NS_PER_MS
 """epoll waits for whole milliseconds, so asyncio's timers are late by up to one."""

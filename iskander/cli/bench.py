@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from iskander.cli import command
 from iskander.cli.command import UsageError, print_lines
-from iskander.exit_codes import ExitCode
+from iskander.foundation.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from iskander.cli.command import Commands
+    from iskander.cli.load_generator.figures import Figures
+    from iskander.cli.load_generator.schedule import Load
     from iskander.client import Client, Model
-    from iskander.load_generator.figures import Figures
-    from iskander.load_generator.schedule import Load
 
 CLIENTS_MAX = 1024
 RATE_MAX = 1_000_000.0
@@ -104,8 +104,8 @@ def _measure(
     found: list[Figures],
 ) -> Figures:
     """Measure one point; an interruption adds the figures until then to `found`."""
+    from iskander.cli.load_generator.run import Run
     from iskander.client import OFF
-    from iskander.load_generator.run import Run
 
     def connect() -> Client:
         return command.connect(arguments, retry=OFF, is_matched=arguments.data is not None)
@@ -121,7 +121,7 @@ def _measure(
 
 def _loads(arguments: argparse.Namespace) -> list[Load]:
     """Return the points; raise UsageError if an option is out of range."""
-    from iskander.load_generator.schedule import Load
+    from iskander.cli.load_generator.schedule import Load
 
     _require("duration-s", arguments.duration_s, 0.1, 86_400)
     _require("warm-up-s", arguments.warm_up_s, 0, 3600)
@@ -157,8 +157,8 @@ def _require(option: str, value: float, least: float, most: float) -> None:
 
 def _batches(arguments: argparse.Namespace, model: Model) -> list[pa.RecordBatch]:
     """Generate the batches, or cut them out of a file."""
-    from iskander.load_generator.batches import cut, generate
-    from iskander.load_generator.run import SEED
+    from iskander.cli.load_generator.batches import cut, generate
+    from iskander.cli.load_generator.run import SEED
 
     if arguments.data is None:
         return generate(
@@ -168,7 +168,7 @@ def _batches(arguments: argparse.Namespace, model: Model) -> list[pa.RecordBatch
             list_length=arguments.list_length,
             seed=SEED,
         )
-    from iskander.cli.sample import read_sample
+    from iskander.cli.startup.sample import read_sample
 
     rows = read_sample(arguments.data).batch
     return cut(rows, arguments.rows, model.input_schema.names)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from iskander.cli.command import UsageError
+from iskander.cli.load_generator.figures import Figures
 from iskander.cli.tables import render_table
 from iskander.errors import ConfigError
-from iskander.load_generator.figures import Figures
 
 BAR = 60
 """Characters of the longest bar of a text plot."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from iskander.cli.command import add_command
-from iskander.exit_codes import ExitCode
+from iskander.foundation.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from iskander.cli.command import Commands

@@ -9,7 +9,7 @@ import msgspec
 
 from iskander.cli import command
 from iskander.config.reference import TABLES, render_reference, render_value, settings
-from iskander.exit_codes import ExitCode
+from iskander.foundation.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from iskander.cli.command import Commands
@@ -57,8 +57,8 @@ def _reference(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from iskander.config import import_inferential as inferential
-    from iskander.transport.addresses import zmq_address
+    from iskander.config.migration import import_inferential as inferential
+    from iskander.gateway.transport.addresses import zmq_address
 
     raw = inferential.read_inferential(arguments.file)
     imported = inferential.import_inferential(raw, lambda bind: zmq_address(bind) is not None)

@@ -11,8 +11,14 @@ import msgspec
 
 from iskander.cli import command
 from iskander.cli.command import UsageError, print_lines
-from iskander.drift.report import MEASURES, ColumnDrift, DriftReport, ModelDrift, describe
-from iskander.exit_codes import ExitCode
+from iskander.foundation.exit_codes import ExitCode
+from iskander.gateway.observation.drift_report import (
+    MEASURES,
+    ColumnDrift,
+    DriftReport,
+    ModelDrift,
+    describe,
+)
 
 if TYPE_CHECKING:
     from iskander.cli.command import Commands

@@ -17,20 +17,20 @@ import pyarrow as pa
 
 from iskander.client import Client
 from iskander.client.matching import Matching
-from iskander.clock import NS_PER_S, now_ns, pause_s
 from iskander.contract.manifest import model_file
-from iskander.drift.reference import (
+from iskander.errors import ConfigError
+from iskander.foundation.clock import NS_PER_S, now_ns, pause_s
+from iskander.lake.planning import cut, describe
+from iskander.lake.run.server import model_name, prepared_server
+from iskander.lake.sources import Source, open_source
+from iskander.lake.whole import whole_if_needed
+from iskander.sampling.drift.reference import (
     FILE,
     InvalidReference,
     Reference,
     read_reference,
     write_reference,
 )
-from iskander.errors import ConfigError
-from iskander.scoring.planning import cut, describe
-from iskander.scoring.server import model_name, prepared_server
-from iskander.scoring.sources import Source, open_source
-from iskander.scoring.whole import whole_if_needed
 
 BATCH_ROWS: Final = 4096
 SETTLE_S: Final = 3.0

@@ -12,9 +12,9 @@ import msgspec
 
 from iskander.cli import command
 from iskander.cli.command import UsageError, print_lines
-from iskander.event_stream.messages import Batch, Completion, Event
-from iskander.event_stream.subscriber import Subscriber
-from iskander.exit_codes import ExitCode
+from iskander.foundation.exit_codes import ExitCode
+from iskander.gateway.event_stream.messages import Batch, Completion, Event
+from iskander.gateway.event_stream.subscriber import Subscriber
 
 if TYPE_CHECKING:
     from iskander.cli.command import Commands

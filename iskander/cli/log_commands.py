@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from iskander.cli import command
 from iskander.cli.command import UsageError, print_lines
-from iskander.exit_codes import ExitCode
-from iskander.logs.catalog import EVENTS, GROUPS, events_of, level_name
-from iskander.logs.recognition import recognize
+from iskander.foundation.exit_codes import ExitCode
+from iskander.foundation.logs.catalog import EVENTS, GROUPS, events_of, level_name
+from iskander.foundation.logs.recognition import recognize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from iskander.cli.command import Commands
-    from iskander.logs.event import Event
+    from iskander.foundation.logs.event import Event
 
 
 def add_commands(commands: Commands) -> None:

@@ -15,23 +15,23 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from iskander.build_info import describe
 from iskander.cli import (
     bench,
     completion,
     config_commands,
-    doctor,
     drift_commands,
     events,
-    install_systemd,
     log_commands,
     model_commands,
     server_commands,
-    top,
 )
+from iskander.cli import doctor_command as doctor
 from iskander.cli.command import TOKEN_VARIABLE, UsageError, add_command, token_of_environment
+from iskander.cli.startup import install_systemd
+from iskander.cli.top import command as top
 from iskander.errors import IskanderError, utf8_problem
-from iskander.exit_codes import ExitCode, code_of, summary
+from iskander.foundation.build_info import describe
+from iskander.foundation.exit_codes import ExitCode, code_of, summary
 
 if TYPE_CHECKING:
     from iskander.cli.command import Command, Commands, Parser

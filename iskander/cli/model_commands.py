@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from iskander.cli import command
 from iskander.cli.command import UsageError, print_lines
-from iskander.config.renamed import fix_file
-from iskander.exit_codes import ExitCode
+from iskander.config.migration.renamed import fix_file
+from iskander.foundation.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from iskander.cli.command import Commands, Parser
-    from iskander.cli.sample import Line, Sample
+    from iskander.cli.startup.sample import Line, Sample
     from iskander.contract.tensors import Contract
 
 
@@ -45,7 +45,7 @@ def _add_sample(parser: Parser, sentence: str) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from iskander.cli import check as checking
+    from iskander.cli.startup import check as checking
 
     rewritten = fix_file(arguments.file) if arguments.fix else []
     if not arguments.json:
@@ -73,7 +73,7 @@ def _explain_sample(
     arguments: argparse.Namespace, name: str, contracts: dict[str, Contract]
 ) -> tuple[Sample, list[Line]]:
     """Return for each column of a sample whether a model accepts it."""
-    from iskander.cli.sample import explain, read_sample
+    from iskander.cli.startup.sample import explain, read_sample
 
     if name not in contracts:
         raise UsageError(f"--model must name the model of the sample: {', '.join(contracts)}")
@@ -91,11 +91,11 @@ def _manifest(arguments: argparse.Namespace) -> int:
     from iskander_worker.affinity import set_library_environment
 
     from iskander.contract.compile import compile_contract, derive_manifest
+    from iskander.contract.formats.manifest_schema import manifest_schema
+    from iskander.contract.formats.mlflow import manifest_of_signature
+    from iskander.contract.formats.render import render_entries, render_manifest
     from iskander.contract.labels import read_labels
     from iskander.contract.manifest import read_manifest
-    from iskander.contract.manifest_schema import manifest_schema
-    from iskander.contract.mlflow import manifest_of_signature
-    from iskander.contract.render import render_entries, render_manifest
 
     if arguments.schema:
         command.print_json(manifest_schema())
@@ -109,7 +109,7 @@ def _manifest(arguments: argparse.Namespace) -> int:
         command.print_toml(text, as_json=arguments.json)
         return ExitCode.DONE
     if file.name == "MLmodel" or file.suffix in (".json", ".yaml", ".yml"):
-        from iskander.config.import_inferential import read_inferential
+        from iskander.config.migration.import_inferential import read_inferential
 
         text = render_entries(manifest_of_signature(read_inferential(file)))
         command.print_toml(text, as_json=arguments.json)
@@ -119,7 +119,7 @@ def _manifest(arguments: argparse.Namespace) -> int:
 
     graph, written = read_graph(file), read_manifest(file)
     if arguments.sample is not None:
-        from iskander.cli.sample import manifest_for, read_sample
+        from iskander.cli.startup.sample import manifest_for, read_sample
 
         written = manifest_for(read_sample(arguments.sample), graph)
     manifest = written or derive_manifest(graph)

@@ -23,19 +23,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from iskander.cli import command
 from iskander.errors import ConfigError, FilterError, IskanderError, ModelMoved
-from iskander.exit_codes import ExitCode
+from iskander.foundation.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from iskander.client import Client, Retry
-    from iskander.scoring.dry_run import DryRun
-    from iskander.scoring.job import Job
-    from iskander.scoring.journal import Journal
-    from iskander.scoring.plan import Unit
-    from iskander.scoring.planning import Planned
-    from iskander.scoring.report import Report
-    from iskander.scoring.runner import RunningUnit, Stop
-    from iskander.scoring.sources import Source
-    from iskander.scoring.unit_run import Shared
+    from iskander.lake.dry_run import DryRun
+    from iskander.lake.job import Job
+    from iskander.lake.journal import Journal
+    from iskander.lake.plan import Unit
+    from iskander.lake.planning import Planned
+    from iskander.lake.run.report import Report
+    from iskander.lake.run.runner import RunningUnit, Stop
+    from iskander.lake.run.unit_run import Shared
+    from iskander.lake.sources import Source
 
 ENGINES: Final = ("here", "ray")
 ATTEMPTS: Final = 40
@@ -122,8 +122,8 @@ def run(arguments: argparse.Namespace, token: str | None) -> int:
 
 
 def _run(arguments: argparse.Namespace, token: str | None) -> int:
-    from iskander.scoring.job import CONCURRENCY_MAX
-    from iskander.scoring.progress import open_progress
+    from iskander.lake.job import CONCURRENCY_MAX
+    from iskander.lake.run.progress import open_progress
 
     if arguments.engine not in ENGINES:
         raise ConfigError(f"--engine {arguments.engine}: expected {' or '.join(ENGINES)}")
@@ -133,7 +133,7 @@ def _run(arguments: argparse.Namespace, token: str | None) -> int:
     job = _job(arguments, model, version)
     # Wrong usage is reported before a server starts.
     if job.filter is not None:
-        from iskander.scoring.filters import parse_filter
+        from iskander.lake.filters import parse_filter
 
         parse_filter(job.filter)
     open_progress(arguments.progress).close()
@@ -153,7 +153,7 @@ def _run(arguments: argparse.Namespace, token: str | None) -> int:
 
 def _model(arguments: argparse.Namespace) -> tuple[str, str | None]:
     """Name and version of the model."""
-    from iskander.scoring.server import model_name
+    from iskander.lake.run.server import model_name
 
     given: str = arguments.model
     if arguments.server and arguments.config:
@@ -175,7 +175,7 @@ def _model(arguments: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _job(arguments: argparse.Namespace, model: str, version: str | None) -> Job:
-    from iskander.scoring.job import FILE_BYTES, UNIT_BYTES, Job, default_concurrency
+    from iskander.lake.job import FILE_BYTES, UNIT_BYTES, Job, default_concurrency
 
     return Job(
         model=model,
@@ -253,7 +253,7 @@ class _Server(NamedTuple):
 def _connected(arguments: argparse.Namespace, token: str | None, streams: int) -> Iterator[_Server]:
     """Connect to the given servers, to those of a Ray cluster, or to a private one."""
     from iskander.client import Client, Tls
-    from iskander.scoring.server import private_server
+    from iskander.lake.run.server import private_server
 
     tls = Tls(arguments.tls_roots, arguments.tls_certificate, arguments.tls_key)
     options: dict[str, Any] = {"token": token, "retry": _retry(streams)}
@@ -278,7 +278,7 @@ def _connected(arguments: argparse.Namespace, token: str | None, streams: int) -
 def _retry(streams: int) -> Retry:
     """Retries of the client of a job, with a budget for all attempts of all streams."""
     from iskander.client import Retry
-    from iskander.client.retry import BUDGET
+    from iskander.client.calls.retry import BUDGET
 
     # Half of a budget may be used.
     return Retry(attempts=ATTEMPTS, budget=max(2 * ATTEMPTS * streams, BUDGET))
@@ -322,11 +322,11 @@ def _ray_servers(
 
 def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
     from iskander.engines.runtimes import common_runtimes
-    from iskander.scoring.journal import Journal
-    from iskander.scoring.planning import WORKERS_S, csv_types, describe, plan_job
-    from iskander.scoring.runner import Stop
-    from iskander.scoring.sources import open_source
-    from iskander.scoring.whole import whole_if_needed
+    from iskander.lake.journal import Journal
+    from iskander.lake.planning import WORKERS_S, csv_types, describe, plan_job
+    from iskander.lake.run.runner import Stop
+    from iskander.lake.sources import open_source
+    from iskander.lake.whole import whole_if_needed
 
     with contextlib.ExitStack() as signals, contextlib.ExitStack() as stack:
         journal: Journal | None = None
@@ -353,7 +353,7 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
         if job.unattended and journal is not None and journal.is_of_another(planned.plan):
             job = dataclasses.replace(job, unattended=False, restart=True)
         if arguments.dry_run:
-            from iskander.scoring.dry_run import dry_run
+            from iskander.lake.dry_run import dry_run
 
             _print_plan(
                 arguments,
@@ -376,12 +376,12 @@ def _run_job(
     *,
     stop: Stop,
 ) -> int:
-    from iskander.scoring.errors import JobConflict
-    from iskander.scoring.progress import open_progress
-    from iskander.scoring.runner import STALL_S, Interrupted, Parts, Runner
-    from iskander.scoring.sinks import open_sink
-    from iskander.scoring.sinks.errors import OutputExists
-    from iskander.scoring.unit_run import UnitRun
+    from iskander.lake.errors import JobConflict
+    from iskander.lake.run.progress import open_progress
+    from iskander.lake.run.runner import STALL_S, Interrupted, Parts, Runner
+    from iskander.lake.run.unit_run import UnitRun
+    from iskander.lake.sinks import open_sink
+    from iskander.lake.sinks.errors import OutputExists
 
     runner = Runner(
         Parts(

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from iskander.cli import command, compare
+from iskander.cli import command
 from iskander.cli.command import print_lines
+from iskander.cli.startup import compare
 from iskander.cli.tables import render_stats
-from iskander.clock import NS_PER_S, now_ns, pause_s
 from iskander.errors import ConfigError, ConnectionFailed, IskanderError
-from iskander.exit_codes import ExitCode
+from iskander.foundation.clock import NS_PER_S, now_ns, pause_s
+from iskander.foundation.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from iskander.cli.command import Commands
@@ -174,7 +175,7 @@ def _reload(arguments: argparse.Namespace) -> int:
 
 
 def _token(arguments: argparse.Namespace) -> int:
-    from iskander.auth.tokens import add_token
+    from iskander.gateway.auth.tokens import add_token
 
     models, sources = tuple(arguments.model or "*"), tuple(arguments.source or ())
     password = _read_password() if arguments.password else None

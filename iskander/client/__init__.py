@@ -8,11 +8,11 @@ Runs on: the caller's threads; never in the gateway.
 """
 
 from iskander.client.aio import AsyncClient
+from iskander.client.calls.connection import CALL_TIMEOUT_S, Tls
+from iskander.client.calls.resume import Item
+from iskander.client.calls.retry import OFF, Retry
 from iskander.client.client import Client
-from iskander.client.connection import CALL_TIMEOUT_S, Tls
 from iskander.client.model import Model, ModelDescription
-from iskander.client.resume import Item
-from iskander.client.retry import OFF, Retry
 from iskander.errors import IskanderError
 
 __all__ = [

@@ -31,13 +31,13 @@ import pyarrow as pa
 
 from iskander.client.aio_calls import CallThreads
 from iskander.client.aio_stream import JOIN_S, AsyncItems, StreamThread
+from iskander.client.calls.connection import CALL_TIMEOUT_S, Tls
+from iskander.client.calls.credentials import Token
+from iskander.client.calls.flight_errors import add_model
+from iskander.client.calls.resume import Item
+from iskander.client.calls.retry import Deadline, Retry
 from iskander.client.client import Client, StreamOptions
-from iskander.client.connection import CALL_TIMEOUT_S, Tls
-from iskander.client.credentials import Token
-from iskander.client.flight_errors import add_model
 from iskander.client.model import Model
-from iskander.client.resume import Item
-from iskander.client.retry import Deadline, Retry
 from iskander.errors import Cancelled, DeadlineExceeded, IskanderError, LimitExceeded
 
 ResultT = TypeVar("ResultT")

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from iskander.client.cancellation import Cancellation
+from iskander.client.calls.cancellation import Cancellation
 from iskander.errors import Cancelled, DeadlineExceeded, IskanderError
 
 ResultT = TypeVar("ResultT")

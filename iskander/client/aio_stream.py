@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
 from typing import Any, NamedTuple
 
-from iskander.client.cancellation import Cancellation
-from iskander.client.retry import Deadline
+from iskander.client.calls.cancellation import Cancellation
+from iskander.client.calls.retry import Deadline
 from iskander.errors import Cancelled, DeadlineExceeded, IskanderError
 
 JOIN_S = 2.0

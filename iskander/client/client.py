@@ -15,9 +15,8 @@ from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 import pyarrow as pa
 
-from iskander import clock
-from iskander.client.cancellation import OpenCalls
-from iskander.client.connection import (
+from iskander.client.calls.cancellation import OpenCalls
+from iskander.client.calls.connection import (
     CALL_TIMEOUT_S,
     Connection,
     Headers,
@@ -25,11 +24,9 @@ from iskander.client.connection import (
     decode_result,
     encode_terms,
 )
-from iskander.client.credentials import Credentials, Token
-from iskander.client.flight_errors import add_model
-from iskander.client.matching import Matching
-from iskander.client.model import Model, ModelDescription, read_description
-from iskander.client.resume import (
+from iskander.client.calls.credentials import Credentials, Token
+from iskander.client.calls.flight_errors import add_model
+from iskander.client.calls.resume import (
     WINDOW_BATCHES,
     WINDOW_BYTES,
     Item,
@@ -39,18 +36,13 @@ from iskander.client.resume import (
     resumable,
     shorten_deadline,
 )
-from iskander.client.retry import (
-    OFF,
-    Attempts,
-    Deadline,
-    Retry,
-    RetryBudget,
-    require_seconds,
-)
+from iskander.client.calls.retry import OFF, Attempts, Deadline, Retry, RetryBudget, require_seconds
+from iskander.client.calls.targets import Address, Route, Targets
+from iskander.client.calls.trace_context import trace_headers
+from iskander.client.matching import Matching
+from iskander.client.model import Model, ModelDescription, read_description
 from iskander.client.slicing import ROWS_MIN, slices, whole
 from iskander.client.tables import Source, open_source
-from iskander.client.targets import Address, Route, Targets
-from iskander.client.trace_context import trace_headers
 from iskander.errors import (
     ConfigError,
     ContractError,
@@ -59,6 +51,7 @@ from iskander.errors import (
     ModelMoved,
     ModelNotFound,
 )
+from iskander.foundation import clock
 
 ResultT = TypeVar("ResultT")
 

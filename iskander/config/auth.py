@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from iskander.config.section import NotNegative, Section
-from iskander.decoders import thread_safe
+from iskander.foundation.decoders import thread_safe
 
 TOKENS_MAX = 10_000
 PATTERNS_MAX = 1000

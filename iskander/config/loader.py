@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from iskander.config.drift import require_model_drift
+from iskander.config.migration.renamed import new_name, rename_keys
 from iskander.config.models import ModelConfig
 from iskander.config.observation import is_uri, require_log, require_model_log
 from iskander.config.placement import require_placement
 from iskander.config.reference import TABLES, render_value, settings
-from iskander.config.renamed import new_name, rename_keys
 from iskander.config.repository import versions_error
 from iskander.config.schema import HEADER_BYTES_MAX, Config
 from iskander.config.section import Section, require

@@ -12,7 +12,7 @@ from iskander.config.repository import ModelFile
 from iskander.config.schema import Config
 from iskander.config.section import Section, is_live
 from iskander.config.sources import SourceConfig
-from iskander.contract.manifest_schema import keys_of
+from iskander.contract.formats.manifest_schema import keys_of
 
 TABLES: dict[str, type[Section]] = {"models": ModelConfig, "sources": SourceConfig}
 """Sections that are lists of tables."""

@@ -11,7 +11,7 @@ from msgspec import Meta, field
 from iskander.config.models import ModelConfig
 from iskander.config.section import Section
 from iskander.config.shadow import Share
-from iskander.decoders import thread_safe
+from iskander.foundation.decoders import thread_safe
 
 ALIAS = r"^(?![0-9]+\Z)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\Z"
 """A name that is not a version number."""

@@ -33,7 +33,7 @@ from iskander.config.section import (
 from iskander.config.shadow import ShadowConfig
 from iskander.config.sources import SourceConfig, SourceReadsConfig
 from iskander.config.tracing import TracingConfig
-from iskander.decoders import thread_safe
+from iskander.foundation.decoders import thread_safe
 
 HEADER_BYTES_MAX = MIB
 """Space beside a batch's body for its metadata and padding."""

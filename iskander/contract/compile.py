@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import msgspec
 
-from iskander.contract.buckets import require_one_set
 from iskander.contract.column_types import RANK_MAX, ColumnType, parse_column_type, parse_sent_type
 from iskander.contract.graph import Graph, GraphTensor, named_tensor, row_shape, supported_dtype
 from iskander.contract.inputs import InputCompiler, is_tensor_as_sent, tensors_of
 from iskander.contract.labels import Labels
 from iskander.contract.manifest import InputColumn, Manifest, Passthrough
 from iskander.contract.outputs import ColumnOrder, OutputColumn
-from iskander.contract.postprocess import PostProcessing, compile_outputs, is_plain
+from iskander.contract.processing.buckets import require_one_set
+from iskander.contract.processing.postprocess import PostProcessing, compile_outputs, is_plain
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
 from iskander.contract.validation import quoted, require, require_distinct, required, shape_text
 

@@ -21,8 +21,8 @@ from iskander.contract.backend_manifest import (
 from iskander.contract.outputs import ColumnOrder, OutputColumn
 from iskander.contract.paths import existing_inside, read_plain
 from iskander.contract.validation import require
-from iskander.decoders import thread_safe
 from iskander.errors import ManifestError
+from iskander.foundation.decoders import thread_safe
 
 MANIFEST_BYTES_MAX = 1 << 20
 COLUMNS_MAX = 4096

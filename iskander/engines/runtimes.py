@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from iskander.client import OFF, Client, ModelDescription
-from iskander.client.retry import is_gateway_failure, is_retryable
+from iskander.client.calls.retry import is_gateway_failure, is_retryable
 from iskander.errors import IskanderError
-from iskander.scoring.execution import require_runtimes, runtime_terms
+from iskander.lake.execution import require_runtimes, runtime_terms
 
 CALL_S: Final = 5.0
 """Time limit of a description. A server that does not answer checks the terms of its calls."""

@@ -13,13 +13,13 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from iskander import clock
 from iskander.client import Client
-from iskander.client.retry import is_gateway_failure, is_retryable
+from iskander.client.calls.retry import is_gateway_failure, is_retryable
 from iskander.engines.addresses import Servers
 from iskander.engines.columns import Columns, joined
 from iskander.errors import IskanderError
-from iskander.scoring.rows import ErrorBudget, RowPolicy
+from iskander.foundation import clock
+from iskander.lake.rows import ErrorBudget, RowPolicy
 
 PAUSE_S: Final = 0.2
 """Pause after a call that no server answered, with all its retries."""

@@ -17,20 +17,20 @@ from pathlib import Path
 
 import uvloop
 
-from iskander.build_info import describe
 from iskander.config.loader import Loaded, load_config
 from iskander.config.schema import Config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
-from iskander.exit_codes import ExitCode, summary
+from iskander.foundation.build_info import describe
+from iskander.foundation.exit_codes import ExitCode, summary
+from iskander.foundation.logs import gateway as log
 from iskander.gateway.child_settings import RELOAD_SIGNAL, read_settings
+from iskander.gateway.supervision.placement.machine import plan_machine
+from iskander.gateway.supervision.placement.plan import PlacementPlan
+from iskander.gateway.supervision.placement.topology import render_cpu_list
+from iskander.gateway.supervision.worker import SlotPlan
 from iskander.gateway.systemd import keep_alive
-from iskander.logs import gateway as log
-from iskander.supervision.machine import plan_machine
-from iskander.supervision.placement import PlacementPlan
-from iskander.supervision.topology import render_cpu_list
-from iskander.supervision.worker import SlotPlan
-from iskander.telemetry.logs import are_logs_set_up, set_up_logs
-from iskander.transport.allocator import keep_large_blocks
+from iskander.gateway.telemetry.logs import are_logs_set_up, set_up_logs
+from iskander.gateway.transport.limits.allocator import keep_large_blocks
 
 _PR_SET_PDEATHSIG = 1
 PARENT_PID = "ISKANDER_PARENT_PID"

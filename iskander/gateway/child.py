@@ -13,10 +13,10 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import Config
+from iskander.foundation.clock import NS_PER_S, now_ns
 from iskander.gateway.child_settings import RELOAD_SIGNAL, SETTINGS_FILE, write_settings
-from iskander.supervision.worker import Child, start_process
+from iskander.gateway.supervision.worker import Child, start_process
 
 STEADY_NS = 10 * NS_PER_S
 """Uptime that resets the count of failures."""

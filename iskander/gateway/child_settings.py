@@ -16,7 +16,7 @@ import msgspec
 from iskander.config.models import REMOTE
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
-from iskander.supervision.placement import shared_devices
+from iskander.gateway.supervision.placement.plan import shared_devices
 
 SETTINGS_FILE = "settings.json"
 RELOAD_SIGNAL: Final = signal.SIGUSR1

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from iskander.config.schema import Config
-from iskander.control.runtime_directory import Member
-from iskander.logs import gateway as log
+from iskander.foundation.logs import gateway as log
+from iskander.interprocess.control.runtime_directory import Member
 
 if TYPE_CHECKING:
-    from iskander.event_stream.broadcaster import Broadcaster
-    from iskander.event_stream.forwarder import Forwarder
-    from iskander.event_stream.publisher import Publisher
+    from iskander.gateway.event_stream.broadcaster import Broadcaster
+    from iskander.gateway.event_stream.forwarder import Forwarder
+    from iskander.gateway.event_stream.publisher import Publisher
 
 NAME = "event stream"
 
@@ -27,7 +27,7 @@ def create_stream(config: Config, member: Member) -> Publisher | None:
     """Return the stream of a process; None without `events.address`."""
     if not config.events.address:
         return None
-    from iskander.event_stream.publisher import Publisher
+    from iskander.gateway.event_stream.publisher import Publisher
 
     return Publisher(config.events, member.number if member.peers else None)
 
@@ -39,7 +39,7 @@ async def start_stream(
     if stream is None:
         return
     if member.peers:
-        from iskander.event_stream.forwarder import ForwardedPublications
+        from iskander.gateway.event_stream.forwarder import ForwardedPublications
 
         stream.start(ForwardedPublications(config, runtime.parent))
     else:
@@ -57,8 +57,8 @@ class ForwardedStreams:
         """Start to forward and to publish; raises ConfigError if the address is in use."""
         if not config.events.address:
             return
-        from iskander.event_stream.forwarder import Forwarder
-        from iskander.event_stream.publisher import Publisher
+        from iskander.gateway.event_stream.forwarder import Forwarder
+        from iskander.gateway.event_stream.publisher import Publisher
 
         broadcaster = await _start_broadcaster(config)
         self._stream = Publisher(config.events)
@@ -74,7 +74,7 @@ class ForwardedStreams:
 
 
 async def _start_broadcaster(config: Config) -> Broadcaster:
-    from iskander.event_stream.broadcaster import Broadcaster
+    from iskander.gateway.event_stream.broadcaster import Broadcaster
 
     broadcaster = Broadcaster(config)
     await broadcaster.start()

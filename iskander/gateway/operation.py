@@ -13,14 +13,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from iskander.auth.audit import DONE
 from iskander.config.changes import Changes, compare
 from iskander.config.schema import Config
 from iskander.errors import Draining, IskanderError, Overloaded
+from iskander.foundation.logs import gateway as log
+from iskander.gateway.auth.audit import DONE
 from iskander.gateway.secrets import require_secrets
 from iskander.gateway.server import Server
 from iskander.gateway.systemd import notify, notify_reloading
-from iskander.logs import gateway as log
 
 RETRY_MS = 1000
 

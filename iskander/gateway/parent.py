@@ -24,28 +24,32 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from iskander.clock import NS_PER_S, now_ns
 from iskander.config.changes import compare
 from iskander.config.schema import Config
-from iskander.control.runtime_directory import ATTACH_SOCKET, RuntimeDirectory, process_directory
 from iskander.errors import IskanderError
-from iskander.exit_codes import ExitCode
-from iskander.file_watcher import ReloadStatus
+from iskander.foundation.clock import NS_PER_S, now_ns
+from iskander.foundation.exit_codes import ExitCode
+from iskander.foundation.file_watcher import ReloadStatus
+from iskander.foundation.logs import gateway as log
 from iskander.gateway.child import ChildProcess
 from iskander.gateway.child_settings import fixed
 from iskander.gateway.events import ForwardedStreams
+from iskander.gateway.repository.load_intents import LoadIntents
 from iskander.gateway.secrets import require_secrets
+from iskander.gateway.supervision.lifecycle import BACKOFF_MAX_S, backoff_s
 from iskander.gateway.systemd import notify, notify_reloading
-from iskander.logs import gateway as log
-from iskander.repository.load_intents import LoadIntents
-from iskander.supervision.lifecycle import BACKOFF_MAX_S, backoff_s
-from iskander.telemetry.events import EventLog
-from iskander.telemetry.logs import set_log_level
-from iskander.transport.addresses import admin_address, require_addresses
-from iskander.transport.sockets import ReservedPorts
+from iskander.gateway.telemetry.logs import set_log_level
+from iskander.gateway.telemetry.status.events import EventLog
+from iskander.gateway.transport.addresses import admin_address, require_addresses
+from iskander.gateway.transport.sockets import ReservedPorts
+from iskander.interprocess.control.runtime_directory import (
+    ATTACH_SOCKET,
+    RuntimeDirectory,
+    process_directory,
+)
 
 if TYPE_CHECKING:
-    from iskander.telemetry.admin import AdminServer
+    from iskander.gateway.telemetry.admin import AdminServer
 
 STOP_SLACK_S = 20.0
 """Added to lame duck and drain for the exit of a process and its workers."""
@@ -218,9 +222,9 @@ class Parent:
 
     async def _start_admin(self) -> None:
         if address := admin_address(self._config.admin):
-            from iskander.telemetry.admin import AdminServer
-            from iskander.telemetry.aggregate import render
-            from iskander.telemetry.aggregate_status import MergedStatus
+            from iskander.gateway.telemetry.admin import AdminServer
+            from iskander.gateway.telemetry.metrics.aggregate import render
+            from iskander.gateway.telemetry.status.aggregate_status import MergedStatus
 
             page = partial(render, self.processes, self._reloads)
             status = None

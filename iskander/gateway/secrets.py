@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from iskander.auth.grants import Authenticator
 from iskander.config.schema import Config
-from iskander.transport.tls import HTTP2, Tls
+from iskander.gateway.auth.grants import Authenticator
+from iskander.gateway.transport.tls import HTTP2, Tls
 
 
 def require_secrets(config: Config) -> None:

@@ -12,65 +12,65 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from iskander.auth.audit import AuditLog
-from iskander.auth.grants import Authenticator
-from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config.schema import Config
-from iskander.control.identity import gateway_id
-from iskander.control.runtime_directory import Member, RuntimeDirectory
-from iskander.drift.installed import require_sketches
 from iskander.errors import Draining
-from iskander.file_watcher import ReloadStatus
+from iskander.foundation.clock import NS_PER_MS, NS_PER_S, now_ns
+from iskander.foundation.file_watcher import ReloadStatus
+from iskander.foundation.logs import gateway as log
+from iskander.foundation.measurement.recent_values import RecentValues
+from iskander.gateway.auth.audit import AuditLog
+from iskander.gateway.auth.grants import Authenticator
 from iskander.gateway.events import create_stream, start_stream
-from iskander.gateway.sources import create_sources, private_listener
+from iskander.gateway.observation.drift_installed import require_sketches
+from iskander.gateway.observation.process import ObserverProcess
+from iskander.gateway.protocols.extension import Services, create_protocols
+from iskander.gateway.protocols.flight.plans import Plans
+from iskander.gateway.protocols.flight.regions import RegionServer
+from iskander.gateway.protocols.flight.service import FlightService
+from iskander.gateway.protocols.grpc_server import GrpcServer
+from iskander.gateway.protocols.health import HealthService
+from iskander.gateway.protocols.inferential.service import InferentialService
+from iskander.gateway.protocols.load_report import LoadReports
+from iskander.gateway.protocols.oip.service import OipService
+from iskander.gateway.protocols.submit import RequestSubmitter
+from iskander.gateway.repository.models import configured
+from iskander.gateway.repository.peers import Peers
+from iskander.gateway.repository.repository import Repository
+from iskander.gateway.scheduling.dispatch import Dispatcher
+from iskander.gateway.scheduling.input_arena import InputArena
+from iskander.gateway.scheduling.tracing import joined
+from iskander.gateway.scheduling.wakeup import BusyPolling
+from iskander.gateway.shadow.routes import shares_of
+from iskander.gateway.shadow.runner import ShadowRunner
+from iskander.gateway.source_listing import create_sources, private_listener
+from iskander.gateway.supervision.supervisor import Supervisor
+from iskander.gateway.supervision.worker import SlotPlan
 from iskander.gateway.systemd import notify, notify_changes
-from iskander.logs import gateway as log
-from iskander.measurement.recent_values import RecentValues
-from iskander.memory.backing import Backing, BackingOptions
-from iskander.observation.process import ObserverProcess
-from iskander.protocols.extension import Services, create_protocols
-from iskander.protocols.flight.plans import Plans
-from iskander.protocols.flight.regions import RegionServer
-from iskander.protocols.flight.service import FlightService
-from iskander.protocols.grpc_server import GrpcServer
-from iskander.protocols.health import HealthService
-from iskander.protocols.inferential.service import InferentialService
-from iskander.protocols.load_report import LoadReports
-from iskander.protocols.oip.service import OipService
-from iskander.protocols.submit import RequestSubmitter
-from iskander.repository.models import configured
-from iskander.repository.peers import Peers
-from iskander.repository.repository import Repository
-from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.input_arena import InputArena
-from iskander.scheduling.tracing import joined
-from iskander.scheduling.wakeup import BusyPolling
-from iskander.shadow.routes import shares_of
-from iskander.shadow.runner import ShadowRunner
-from iskander.supervision.supervisor import Supervisor
-from iskander.supervision.worker import SlotPlan
-from iskander.telemetry.drift_status import DriftReader
-from iskander.telemetry.events import EventLog
-from iskander.telemetry.history_sampler import HistorySampler
-from iskander.telemetry.logs import set_log_level
-from iskander.telemetry.loop_lag import LoopLag
-from iskander.telemetry.metric_sources import MetricSources
-from iskander.telemetry.stats import collect
-from iskander.telemetry.status_reader import StatusReader
-from iskander.telemetry.tracing.export_process import ExportProcess
-from iskander.transport.addresses import (
+from iskander.gateway.telemetry.logs import set_log_level
+from iskander.gateway.telemetry.loop_lag import LoopLag
+from iskander.gateway.telemetry.metrics.sources import MetricSources
+from iskander.gateway.telemetry.status.drift_status import DriftReader
+from iskander.gateway.telemetry.status.events import EventLog
+from iskander.gateway.telemetry.status.history_sampler import HistorySampler
+from iskander.gateway.telemetry.status.reader import StatusReader
+from iskander.gateway.telemetry.status.stats import collect
+from iskander.gateway.telemetry.tracing.export_process import ExportProcess
+from iskander.gateway.transport.addresses import (
     admin_address,
     require_addresses,
     require_extension_protected,
     sharing_path,
 )
-from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.tls import Tls
+from iskander.gateway.transport.limits.connection_limits import ConnectionLimits
+from iskander.gateway.transport.tls import Tls
+from iskander.interprocess.control.identity import gateway_id
+from iskander.interprocess.control.runtime_directory import Member, RuntimeDirectory
+from iskander.interprocess.memory.backing import Backing, BackingOptions
 
 if TYPE_CHECKING:
-    from iskander.protocols.oip.http.server import OipHttpServer
-    from iskander.telemetry.admin import AdminServer
-    from iskander.telemetry.status import Status
+    from iskander.gateway.protocols.oip.http.server import OipHttpServer
+    from iskander.gateway.telemetry.admin import AdminServer
+    from iskander.gateway.telemetry.status.document import Status
 
 Operate = Callable[[str], Awaitable[dict[str, Any]]]
 
@@ -211,7 +211,7 @@ class Server:
         self._protocols = create_protocols(config, services)
         self._http: OipHttpServer | None = None
         if config.http.address:
-            from iskander.protocols.oip.http.server import OipHttpServer
+            from iskander.gateway.protocols.oip.http.server import OipHttpServer
 
             self._http = OipHttpServer(services, self._oip, config)
             self._protocols[HTTP] = self._http
@@ -233,11 +233,11 @@ class Server:
         """
         config = self._config
         if address := admin_address(config.admin):
-            from iskander.telemetry.admin import AdminServer  # The import costs 0.1 s.
-            from iskander.telemetry.drift_metrics import DRIFT_SCOPE
-            from iskander.telemetry.metrics import SCOPES, Collector
-            from iskander.telemetry.shadow_metrics import SHADOW_SCOPE
-            from iskander.telemetry.triton_metrics import TRITON_SCOPE
+            from iskander.gateway.telemetry.admin import AdminServer  # The import costs 0.1 s.
+            from iskander.gateway.telemetry.metrics.drift_metrics import DRIFT_SCOPE
+            from iskander.gateway.telemetry.metrics.exposition import SCOPES, Collector
+            from iskander.gateway.telemetry.metrics.shadow_metrics import SHADOW_SCOPE
+            from iskander.gateway.telemetry.metrics.triton_metrics import TRITON_SCOPE
 
             scopes = (*SCOPES, SHADOW_SCOPE, DRIFT_SCOPE)
             if config.admin.triton_metrics:

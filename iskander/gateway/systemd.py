@@ -14,7 +14,7 @@ import errno
 import os
 import socket
 
-from iskander.clock import NS_PER_US, now_ns
+from iskander.foundation.clock import NS_PER_US, now_ns
 
 RESEND_S = 0.25
 HEARTBEATS = 3

@@ -3,7 +3,7 @@
     Fleet  ->  one actor per node  ->  one gateway with its workers per node
     score  ->  actors of Ray Data  ->  the gateway of their node, or another one
 
-Ray is optional and imported at the first use. Imports `iskander.client`, `iskander.scoring` and
+Ray is optional and imported at the first use. Imports `iskander.client`, `iskander.lake` and
 pyarrow; never the server's packages.
 Runs in: drivers and actors of Ray.
 """

@@ -18,10 +18,10 @@ from iskander.engines.columns import plan_columns, require_cuttable
 from iskander.engines.runtimes import common_runtimes
 from iskander.engines.scorer import Scorer, ScoreSpec
 from iskander.errors import ConfigError
+from iskander.lake.rows import require_separable
 from iskander.ray import cluster
 from iskander.ray.addresses import fixed_servers
 from iskander.ray.fleet import Fleet
-from iskander.scoring.rows import require_separable
 
 BATCH_ROWS: Final = 4096
 BLOCK_ROWS: Final = 65_536

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from iskander import clock
 from iskander.errors import ConfigError, DeadlineExceeded, IskanderError, NotReady
+from iskander.foundation import clock
 from iskander.ray import cluster
 from iskander.ray.addresses import STATUS_S, FleetServers, ready_statuses
 from iskander.ray.cluster import ClusterNode

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from iskander.errors import ConfigError, IskanderError, NotReady
-from iskander.scoring.server import PrivateServer, prepared_server, temporary_folder
+from iskander.lake.run.server import PrivateServer, prepared_server, temporary_folder
 
 PORT_FIRST: Final = 20_000
 PORTS: Final = 8_000

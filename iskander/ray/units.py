@@ -18,22 +18,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from iskander import clock
 from iskander.client import Client
 from iskander.engines.addresses import Addresses, Servers
 from iskander.errors import Cancelled, IskanderError, NotReady
+from iskander.foundation import clock
+from iskander.lake.execution import runtime_terms
+from iskander.lake.job import Job
+from iskander.lake.journal import Finished
+from iskander.lake.plan import Unit
+from iskander.lake.planning import Planned
+from iskander.lake.rows import ErrorBudget, Quarantine
+from iskander.lake.run.report import Counters
+from iskander.lake.run.unit_run import Shared, UnitRun
+from iskander.lake.sinks import Stager
+from iskander.lake.sinks.writing import Staged
+from iskander.lake.sources import Source
 from iskander.ray import cluster
-from iskander.scoring.execution import runtime_terms
-from iskander.scoring.job import Job
-from iskander.scoring.journal import Finished
-from iskander.scoring.plan import Unit
-from iskander.scoring.planning import Planned
-from iskander.scoring.report import Counters
-from iskander.scoring.rows import ErrorBudget, Quarantine
-from iskander.scoring.sinks import Stager
-from iskander.scoring.sinks.writing import Staged
-from iskander.scoring.sources import Source
-from iskander.scoring.unit_run import Shared, UnitRun
 
 RETRIES: Final = 5
 """Further attempts of a unit whose node or process was lost."""

@@ -14,9 +14,9 @@ from typing import Any, Final
 import pyarrow as pa
 
 from iskander.client import Client, ModelDescription, Retry, Tls
+from iskander.client.calls.credentials import Token
+from iskander.client.calls.retry import require_seconds
 from iskander.client.client import DEFAULT_RETRY
-from iskander.client.credentials import Token
-from iskander.client.retry import require_seconds
 from iskander.engines.columns import plan_columns, require_cuttable
 from iskander.engines.runtimes import common_runtimes
 from iskander.engines.scorer import ScoreSpec

@@ -18,9 +18,9 @@ from support import models
 from support.processes import eventually, running
 from support.statuses import HOSTILE, hostile, status
 
-from iskander.telemetry.page.renderer import PageRenderer
-from iskander.telemetry.page.tables import TABLES
-from iskander.telemetry.status import ModelStatus, Status
+from iskander.gateway.telemetry.page.renderer import PageRenderer
+from iskander.gateway.telemetry.page.tables import TABLES
+from iskander.gateway.telemetry.status.document import ModelStatus, Status
 
 HOST = "http://page.localhost"
 RENDERER = PageRenderer()

@@ -19,9 +19,9 @@ from ray.cluster_utils import Cluster
 from support import models
 from support.processes import eventually, render_config
 
-from iskander import clock
 from iskander.client import Client
 from iskander.errors import ConfigError, ContractError, ModelNotFound, NotReady, Unauthenticated
+from iskander.foundation import clock
 from iskander.ray import Fleet, addresses, cluster, score
 
 ROWS, FILES, BLOCK_ROWS = 200_000, 20, 10_000

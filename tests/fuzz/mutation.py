@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from iskander.decoders import DECODE_ERRORS
-from iskander.varint import encode_varint
+from iskander.foundation.decoders import DECODE_ERRORS
+from iskander.foundation.varint import encode_varint
 
 Element = TypeVar("Element")
 BYTES: Final = (0, 1, 0x7F, 0x80, 0xFF, 0x20, 0x2C)

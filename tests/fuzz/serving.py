@@ -7,13 +7,13 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
-from iskander.transport import receive_budget
-from iskander.transport import turn_scheduler as turns
-from iskander.transport.http2 import call as call_module
-from iskander.transport.http2 import call_receiver as call_input
-from iskander.transport.http2 import connection, streams
-from iskander.transport.http2.call import Call
-from iskander.transport.http2.status import RpcError, Status
+from iskander.gateway.transport.http2 import call as call_module
+from iskander.gateway.transport.http2 import call_receiver as call_input
+from iskander.gateway.transport.http2 import connection, streams
+from iskander.gateway.transport.http2.call import Call
+from iskander.gateway.transport.http2.status import RpcError, Status
+from iskander.gateway.transport.limits import receive_budget
+from iskander.gateway.transport.limits import turn_scheduler as turns
 
 Result = TypeVar("Result")
 LOOP: Final = asyncio.new_event_loop()

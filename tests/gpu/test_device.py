@@ -7,11 +7,11 @@ import select
 
 import numpy as np
 import pytest
+from iskander_worker.batches.tensors import memory
 from iskander_worker.devices.arenas import PageLockedArenas
 from iskander_worker.devices.cuda import DriverError, open_device
-from iskander_worker.tensors import memory
 
-from iskander.memory.segment import Segment
+from iskander.interprocess.memory.segment import Segment
 
 BYTES = 1 << 20
 

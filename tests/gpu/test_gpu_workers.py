@@ -15,8 +15,8 @@ import pytest
 from support import models, python_models
 from support.processes import Gateway, eventually, running
 
-from iskander.supervision.gpus.device import Gpu
-from iskander.supervision.gpus.query import ask_nvml, read_devices
+from iskander.gateway.supervision.gpus.device import Gpu
+from iskander.gateway.supervision.gpus.query import ask_nvml, read_devices
 
 MIB, GIB = 1 << 20, 1 << 30
 BATCH = pa.record_batch({"x": [1, 2, 3]})

@@ -13,7 +13,7 @@ from support import models
 from support.processes import WorkerProcess
 from support.scripted import ScriptedGateway, model_spec
 
-from iskander.control.messages import (
+from iskander.interprocess.control.messages import (
     Copied,
     Done,
     Drain,

@@ -15,7 +15,7 @@ from support.processes import WorkerProcess
 from support.scripted import ScriptedGateway, model_spec
 
 from iskander.contract.tensors import body_layout
-from iskander.control.messages import (
+from iskander.interprocess.control.messages import (
     Copied,
     Done,
     Execute,

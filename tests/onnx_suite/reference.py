@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 from support import models
 
-from iskander.contract.tolerance import mismatches
+from iskander.contract.processing.tolerance import mismatches
 from onnx_suite.clients import BFLOAT16
 
 Feeds = dict[str, np.ndarray]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.models import ROOT
 
-from iskander.exit_codes import MEANINGS
+from iskander.foundation.exit_codes import MEANINGS
 
 
 @pytest.fixture

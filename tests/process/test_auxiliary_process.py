@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from iskander.supervision import auxiliary_process
-from iskander.supervision.auxiliary_process import STUCK_MAX, AuxiliaryProcess
+from iskander.gateway.supervision import auxiliary_process
+from iskander.gateway.supervision.auxiliary_process import STUCK_MAX, AuxiliaryProcess
 
 WITHIN_S = 20.0
 LONG_S = 60.0

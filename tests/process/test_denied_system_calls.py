@@ -12,8 +12,8 @@ from support import sandbox
 
 MIB = 1 << 20
 PRINT_BACKINGS = """
-from iskander.memory.backing import BackingOptions
-from iskander.memory.segment import Segment
+from iskander.interprocess.memory.backing import BackingOptions
+from iskander.interprocess.memory.segment import Segment
 
 for length_bytes, options in {cases}:
     segment = Segment.create("test", length_bytes, BackingOptions(**options))

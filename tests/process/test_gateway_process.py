@@ -21,10 +21,11 @@ from support.scripted import ScriptedWorker
 
 from iskander.contract.compile import compile_contract
 from iskander.contract.graph import Graph, GraphTensor
-from iskander.contract.row_relation import INDEPENDENT
+from iskander.contract.processing.row_relation import INDEPENDENT
 from iskander.contract.tensors import Contract
-from iskander.control.channel import FRAME_BYTES_MAX
-from iskander.control.messages import (
+from iskander.errors import ExecutionFailed, IskanderError, ProtocolError
+from iskander.interprocess.control.channel import FRAME_BYTES_MAX
+from iskander.interprocess.control.messages import (
     PROTOCOL_VERSION,
     Done,
     Drain,
@@ -37,8 +38,7 @@ from iskander.control.messages import (
     Refused,
     Welcome,
 )
-from iskander.errors import ExecutionFailed, IskanderError, ProtocolError
-from iskander.memory.segment import Segment
+from iskander.interprocess.memory.segment import Segment
 
 MODEL = "ids"
 
@@ -250,8 +250,8 @@ import sys, time
 from support.scripted import ScriptedWorker
 from iskander.contract.compile import compile_contract
 from iskander.contract.graph import Graph, GraphTensor
-from iskander.contract.row_relation import INDEPENDENT
-from iskander.control.messages import Loaded
+from iskander.contract.processing.row_relation import INDEPENDENT
+from iskander.interprocess.control.messages import Loaded
 worker = ScriptedWorker(sys.argv[1])
 load = worker.receive()
 if sys.argv[2] == "ready":
@@ -322,7 +322,7 @@ def test_worker_registration_is_rejected(
 
 
 def test_silent_and_malformed_peers_do_not_delay_registration(gateway: Gateway) -> None:
-    from iskander.control import attach
+    from iskander.interprocess.control import attach
 
     silent = attach.connect(str(gateway.attach_socket), 5)
     malformed = attach.connect(str(gateway.attach_socket), 5)

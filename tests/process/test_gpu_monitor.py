@@ -19,11 +19,11 @@ import psutil
 import pytest
 from support.gpus import MIG, ScriptedNvml, scripted_card, slice_uuid, uuid_of
 
-from iskander.supervision import auxiliary_process
-from iskander.supervision.gpus import monitor, monitor_process
-from iskander.supervision.gpus.monitor_process import MonitorProcess
-from iskander.supervision.gpus.query import ask_nvml, read_devices
-from iskander.supervision.gpus.readings import GpuReading
+from iskander.gateway.supervision import auxiliary_process
+from iskander.gateway.supervision.gpus import monitor, monitor_process
+from iskander.gateway.supervision.gpus.monitor_process import MonitorProcess
+from iskander.gateway.supervision.gpus.query import ask_nvml, read_devices
+from iskander.gateway.supervision.gpus.readings import GpuReading
 
 WITHIN_S = 20.0
 

@@ -21,7 +21,15 @@ from support import models
 from support.processes import WorkerProcess, eventually
 from support.scripted import ScriptedGateway, model_spec
 
-from iskander.control.messages import Done, Execute, Load, Loaded, LoadFailed, LoadingSpec, Slice
+from iskander.interprocess.control.messages import (
+    Done,
+    Execute,
+    Load,
+    Loaded,
+    LoadFailed,
+    LoadingSpec,
+    Slice,
+)
 
 SCRIPT = models.ROOT / "scripts" / "make_hostile_models.py"
 MIB = 1 << 20

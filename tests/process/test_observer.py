@@ -12,8 +12,8 @@ import pytest
 from support.observing import Observing, observing
 from support.processes import suspended
 
-from iskander.observation import process as process_module
-from iskander.scheduling.input_arena import InputArena
+from iskander.gateway.observation import process as process_module
+from iskander.gateway.scheduling.input_arena import InputArena
 
 OLD, NEW = 7, 666
 
@@ -231,7 +231,7 @@ def test_error_in_a_thread_of_a_consumer_restarts_the_process(
     patch = tmp_path / "patch"
     patch.mkdir()
     (patch / "sitecustomize.py").write_text(
-        "from iskander.observer.prediction_log import writer\n"
+        "from iskander.sampling.prediction_log import writer\n"
         "def fail(self, rows):\n"
         "    raise ZeroDivisionError('a bug')\n"
         "writer.Writer._write = fail\n"

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import AdminConfig, Config, ServerConfig, WorkersConfig
 from iskander.errors import ConfigError
+from iskander.foundation.clock import NS_PER_S, now_ns
 from iskander.gateway import parent as parent_module
 from iskander.gateway import systemd
 from iskander.gateway.child import ChildProcess
 from iskander.gateway.parent import Parent
-from iskander.transport import addresses
+from iskander.gateway.transport import addresses
 
 CHILD = """
 import contextlib, json, os, pathlib, signal, socket, sys, time

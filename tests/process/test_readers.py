@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 import pytest
 
-from iskander.auth.source import UNKNOWN_SOURCE
 from iskander.config.sources import SourceReadsConfig
 from iskander.errors import IskanderError, LimitExceeded, ReaderLost
-from iskander.sources import messages as reader_messages
-from iskander.sources.messages import PlanRequest
-from iskander.sources.readers import Reader, Readers
+from iskander.gateway.auth.source import UNKNOWN_SOURCE
+from iskander.gateway.sources import messages as reader_messages
+from iskander.gateway.sources.messages import PlanRequest
+from iskander.gateway.sources.readers import Reader, Readers
 
 WAIT_S = 60.0
 REJECTED = PlanRequest(source="s", root="/none", contract=[], filters=[], parts_max=1)

@@ -19,9 +19,9 @@ from support import models, row_graphs
 from support.processes import eventually
 from support.scripted import model_spec
 
-from iskander.control.messages import LoadFailed, LoadingSpec, encode
 from iskander.errors import ManifestError
-from iskander.supervision import model_check
+from iskander.gateway.supervision.loading import model_check
+from iskander.interprocess.control.messages import LoadFailed, LoadingSpec, encode
 
 MIB = 1 << 20
 

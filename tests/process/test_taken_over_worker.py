@@ -27,9 +27,10 @@ from support.scripted import ScriptedWorker
 
 from iskander.contract.compile import compile_contract
 from iskander.contract.graph import Graph, GraphTensor
-from iskander.contract.row_relation import INDEPENDENT
+from iskander.contract.processing.row_relation import INDEPENDENT
 from iskander.contract.tensors import Contract
-from iskander.control.messages import (
+from iskander.errors import IskanderError
+from iskander.interprocess.control.messages import (
     Copied,
     Done,
     Execute,
@@ -40,8 +41,7 @@ from iskander.control.messages import (
     Unloaded,
     Welcome,
 )
-from iskander.errors import IskanderError
-from iskander.memory.segment import Segment
+from iskander.interprocess.memory.segment import Segment
 
 MODELS = {"ids": "tensor(int64)", "words": "tensor(string)"}
 TESTS = str(Path(__file__).parents[1])
@@ -270,7 +270,7 @@ def test_forged_strings_fail_their_request_and_read_nothing_else(gateway: Gatewa
 FLOOD = """
 import os, sys
 from support.scripted import ScriptedWorker
-from iskander.control.messages import Copied, Done, Notice, encode
+from iskander.interprocess.control.messages import Copied, Done, Notice, encode
 worker = ScriptedWorker(sys.argv[1])
 frame = encode([Notice(f"{number}" + "x" * 1000) for number in range(200)])
 done = encode([Done(number, 1) for number in range(1 << 32, (1 << 32) + 4000)])

@@ -19,7 +19,7 @@ from support.fake_device_worker import FAULT, SLOW
 from support.processes import WorkerProcess, eventually
 from support.scripted import ScriptedGateway, model_spec
 
-from iskander.control.messages import (
+from iskander.interprocess.control.messages import (
     Copied,
     Done,
     Drain,

@@ -18,8 +18,8 @@ from support.processes import WorkerProcess, eventually, shared_mappings
 from support.scripted import ScriptedGateway, model_spec
 
 from iskander.contract.tensors import body_layout
-from iskander.control.channel import FRAME_BYTES_MAX
-from iskander.control.messages import (
+from iskander.interprocess.control.channel import FRAME_BYTES_MAX
+from iskander.interprocess.control.messages import (
     PROTOCOL_VERSION,
     Done,
     Drain,

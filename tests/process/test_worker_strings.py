@@ -13,8 +13,8 @@ from support import models
 from support.processes import WorkerProcess
 from support.scripted import ARENA_BYTES, ScriptedGateway, model_spec
 
-from iskander.contract.strings import body_to_strings, strings_to_body
-from iskander.control.messages import Done, Execute, Failed, Load, Loaded, Slice
+from iskander.contract.processing.strings import body_to_strings, strings_to_body
+from iskander.interprocess.control.messages import Done, Execute, Failed, Load, Loaded, Slice
 
 
 @pytest.fixture

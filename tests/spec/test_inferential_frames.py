@@ -21,26 +21,26 @@ from inferential import proto
 from msgspec.structs import replace
 from support.zmtp import Peer
 
-from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import TimeoutsConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import IskanderError, MalformedInput, Overloaded, Unsupported
-from iskander.protocols.inferential.terms import read_terms
-from iskander.protocols.inferential.wire import (
+from iskander.foundation.clock import NS_PER_S, now_ns
+from iskander.gateway.protocols.inferential.terms import read_terms
+from iskander.gateway.protocols.inferential.wire import (
     ReplyAddress,
     read_observation,
     read_tensors,
     render_error,
     render_results,
 )
-from iskander.scheduling.request import Terms
-from iskander.transport import cpu_allowance, turn_scheduler
-from iskander.transport.turn_scheduler import QUANTUM_NS
-from iskander.transport.zmtp import connection as zmtp
-from iskander.transport.zmtp.connection import Connection
-from iskander.transport.zmtp.frames import Part, ProtocolViolation, command, read_properties
-from iskander.transport.zmtp.received import BACKLOG_BYTES, BACKLOG_MESSAGES
+from iskander.gateway.scheduling.request import Terms
+from iskander.gateway.transport.limits import cpu_allowance, turn_scheduler
+from iskander.gateway.transport.limits.turn_scheduler import QUANTUM_NS
+from iskander.gateway.transport.zmtp import connection as zmtp
+from iskander.gateway.transport.zmtp.connection import Connection
+from iskander.gateway.transport.zmtp.frames import Part, ProtocolViolation, command, read_properties
+from iskander.gateway.transport.zmtp.received import BACKLOG_BYTES, BACKLOG_MESSAGES
 
 VECTORS = {
     name: bytes.fromhex(raw)

@@ -17,11 +17,12 @@ import pytest
 
 from iskander.contract.column_types import ColumnType
 from iskander.contract.outputs import Rank
-from iskander.contract.row_relation import RowRelation
+from iskander.contract.processing.row_relation import RowRelation
 from iskander.contract.tensors import Contract, ResultColumn, TensorSpec
-from iskander.control import messages
-from iskander.control.channel import FRAME_BYTES_MAX
-from iskander.control.messages import (
+from iskander.errors import ProtocolError
+from iskander.interprocess.control import messages
+from iskander.interprocess.control.channel import FRAME_BYTES_MAX
+from iskander.interprocess.control.messages import (
     PROTOCOL_VERSION,
     Copied,
     Done,
@@ -51,7 +52,6 @@ from iskander.control.messages import (
     encode,
     require_protocol,
 )
-from iskander.errors import ProtocolError
 
 VECTORS = Path(__file__).parent / "vectors" / "messages.json"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from iskander.scheduling.batcher import LEAD_NS, RUN_MARGIN, Formed, Rules, form
-from iskander.scheduling.cost import CostModel
-from iskander.scheduling.queue import WaitingQueue
-from iskander.scheduling.request import NEVER_NS, Request
+from iskander.gateway.scheduling.lanes.batcher import LEAD_NS, RUN_MARGIN, Formed, Rules, form
+from iskander.gateway.scheduling.lanes.cost import CostModel
+from iskander.gateway.scheduling.lanes.queue import WaitingQueue
+from iskander.gateway.scheduling.request import NEVER_NS, Request
 from support.lanes import MS, cost_of, lane_of, request_of
 
 LANE = lane_of(ttl_ms=0)

@@ -20,9 +20,9 @@ import numpy as np
 from iskander_worker.backends import Run
 from iskander_worker.devices.cuda import Device, DriverError
 
-from iskander.clock import now_ns
 from iskander.contract.tensors import Contract, body_layout
 from iskander.errors import ExecutionFailed
+from iskander.foundation.clock import now_ns
 
 Ready = Callable[[], bool]
 Act = Callable[[], None]

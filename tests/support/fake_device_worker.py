@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from iskander.contract.graph import Graph, GraphTensor
-from iskander.control.messages import ModelSpec
+from iskander.interprocess.control.messages import ModelSpec
 
 SLOW, FAULT = 777, 666
 SLOW_S = 1.2
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     from iskander_worker.loading import loader
     from iskander_worker.loading import progress as progress_module
 
-    from iskander.clock import NS_PER_S
+    from iskander.foundation.clock import NS_PER_S
 
     progress_module.FIRST_S = REPORT_S
     loader.REUSE_NS = int(float(os.environ.get("REUSE_S", "30")) * NS_PER_S)

@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from iskander.supervision.gpus.device import Gpu
-from iskander.supervision.gpus.inventory import read_gpus
-from iskander.supervision.gpus.readings import NvmlCard, NvmlSlice
-from iskander.supervision.topology import Topology
+from iskander.gateway.supervision.gpus.device import Gpu
+from iskander.gateway.supervision.gpus.inventory import read_gpus
+from iskander.gateway.supervision.gpus.readings import NvmlCard, NvmlSlice
+from iskander.gateway.supervision.placement.topology import Topology
 from support.machine_trees import Files
 from support.sysfs import make_topology
 

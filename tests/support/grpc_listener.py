@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Iterator
 import uvloop
 
 from iskander.config.schema import Config
-from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.http2.call import Call
-from iskander.transport.http2.listener import Listener
+from iskander.gateway.transport.http2.call import Call
+from iskander.gateway.transport.http2.listener import Listener
+from iskander.gateway.transport.limits.connection_limits import ConnectionLimits
 
 CALLS_MAX = 100
 CONNECTIONS_MAX = 1000

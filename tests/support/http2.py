@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 import hpack
 
 from iskander.config.schema import TimeoutsConfig
-from iskander.transport.connection_listener import SCRATCH_BYTES
-from iskander.transport.http2 import connection as connection_module
-from iskander.transport.http2.call import Call
-from iskander.transport.http2.connection import Connection
-from iskander.transport.http2.status import RpcError, Status
-from iskander.transport.receive_budget import ReceiveBudget
-from iskander.transport.turn_scheduler import TurnScheduler
+from iskander.gateway.transport.connection_listener import SCRATCH_BYTES
+from iskander.gateway.transport.http2 import connection as connection_module
+from iskander.gateway.transport.http2.call import Call
+from iskander.gateway.transport.http2.connection import Connection
+from iskander.gateway.transport.http2.status import RpcError, Status
+from iskander.gateway.transport.limits.receive_budget import ReceiveBudget
+from iskander.gateway.transport.limits.turn_scheduler import TurnScheduler
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY = range(8)

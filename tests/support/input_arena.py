@@ -6,16 +6,16 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 
-from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import IskanderError
-from iskander.memory.arena import GRAIN_BYTES
-from iskander.scheduling.input_arena import InputArena
-from iskander.scheduling.lane import Lane
-from iskander.scheduling.request import Request, Terms
-from iskander.supervision.worker import SlotPlan, Worker
+from iskander.foundation.clock import now_ns
+from iskander.gateway.scheduling.input_arena import InputArena
+from iskander.gateway.scheduling.lanes.lane import Lane
+from iskander.gateway.scheduling.request import Request, Terms
+from iskander.gateway.supervision.worker import SlotPlan, Worker
+from iskander.interprocess.memory.arena import GRAIN_BYTES
 from support.lanes import lane_of
 
 QUEUE_REQUESTS = 64

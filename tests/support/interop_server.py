@@ -19,13 +19,13 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from iskander.config.schema import Config
-from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.http2.call import Call
-from iskander.transport.http2.decompression import Compressed
-from iskander.transport.http2.listener import Listener
-from iskander.transport.http2.response_headers import Metadata
-from iskander.transport.http2.status import RpcError, Status
-from iskander.transport.sockets import bind
+from iskander.gateway.transport.http2.call import Call
+from iskander.gateway.transport.http2.decompression import Compressed
+from iskander.gateway.transport.http2.listener import Listener
+from iskander.gateway.transport.http2.response_headers import Metadata
+from iskander.gateway.transport.http2.status import RpcError, Status
+from iskander.gateway.transport.limits.connection_limits import ConnectionLimits
+from iskander.gateway.transport.sockets import bind
 from support.generated import interop_pb2 as pb
 
 SERVICE: Final = "/grpc.testing.TestService/"

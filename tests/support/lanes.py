@@ -6,13 +6,13 @@ from typing import Any
 
 from iskander.config.models import LaneConfig
 from iskander.contract.column_types import ColumnType
-from iskander.contract.row_relation import INDEPENDENT, RowRelation
+from iskander.contract.processing.row_relation import INDEPENDENT, RowRelation
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
-from iskander.control.messages import ModelSpec
 from iskander.errors import IskanderError
-from iskander.scheduling.cost import CostModel
-from iskander.scheduling.lane import Lane
-from iskander.scheduling.request import NO_TERMS, Request, Terms
+from iskander.gateway.scheduling.lanes.cost import CostModel
+from iskander.gateway.scheduling.lanes.lane import Lane
+from iskander.gateway.scheduling.request import NO_TERMS, Request, Terms
+from iskander.interprocess.control.messages import ModelSpec
 
 MS = 1_000_000
 CONTRACT = Contract(

@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from iskander.config.schema import Config
-from iskander.control.messages import (
+from iskander.errors import IskanderError
+from iskander.foundation.measurement.recent_values import RecentValues
+from iskander.gateway.repository.models import Models, configured
+from iskander.gateway.repository.repository import Repository
+from iskander.gateway.supervision.lifecycle import Event, State
+from iskander.gateway.supervision.loading.model_loader import ModelLoader
+from iskander.gateway.supervision.worker import SlotPlan, Worker
+from iskander.interprocess.control.messages import (
     Load,
     Loaded,
     LoadFailed,
@@ -15,13 +22,6 @@ from iskander.control.messages import (
     decode_to_worker,
     encode,
 )
-from iskander.errors import IskanderError
-from iskander.measurement.recent_values import RecentValues
-from iskander.repository.models import Models, configured
-from iskander.repository.repository import Repository
-from iskander.supervision.lifecycle import Event, State
-from iskander.supervision.model_loader import ModelLoader
-from iskander.supervision.worker import SlotPlan, Worker
 from support.lanes import CONTRACT
 
 

@@ -1,4 +1,4 @@
-"""Machines as trees of /proc and /sys: the files that `iskander.doctor.facts` reads.
+"""Machines as trees of /proc and /sys: the files that `iskander.cli.doctor.facts` reads.
 
 The formats are those of Linux 5.15 to 6.18; the values are typical ones, not recordings.
 """

@@ -8,16 +8,16 @@ from typing import Any
 
 import msgspec
 
-from iskander.clock import now_ns
 from iskander.config.models import LaneConfig
-from iskander.control.messages import ModelSpec
-from iskander.measurement.histogram import LATENCY_BOUNDS_NS, Histogram
-from iskander.memory.arena import Arena
-from iskander.repository.models import Models
-from iskander.scheduling.lane import Lane
-from iskander.supervision.lifecycle import Event, State
-from iskander.supervision.worker import SlotPlan, Worker
-from iskander.telemetry.metric_sources import MetricSources
+from iskander.foundation.clock import now_ns
+from iskander.foundation.measurement.histogram import LATENCY_BOUNDS_NS, Histogram
+from iskander.gateway.repository.models import Models
+from iskander.gateway.scheduling.lanes.lane import Lane
+from iskander.gateway.supervision.lifecycle import Event, State
+from iskander.gateway.supervision.worker import SlotPlan, Worker
+from iskander.gateway.telemetry.metrics.sources import MetricSources
+from iskander.interprocess.control.messages import ModelSpec
+from iskander.interprocess.memory.arena import Arena
 from support.lanes import model_of
 
 MIB = 1 << 20

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from iskander.clock import now_ns
 from iskander.config.models import ModelConfig
 from iskander.config.observation import ModelLogConfig, ObservationConfig, PredictionLogConfig
 from iskander.config.schema import Config, LimitsConfig
-from iskander.memory.arena import Arena
-from iskander.memory.segment import Segment
-from iskander.observation.process import ObserverProcess
-from iskander.scheduling.input_arena import InputArena
-from iskander.scheduling.request import Request
-from iskander.scheduling.worker_slot import BatchPart, InFlightBatch
+from iskander.foundation.clock import now_ns
+from iskander.gateway.observation.process import ObserverProcess
+from iskander.gateway.scheduling.input_arena import InputArena
+from iskander.gateway.scheduling.request import Request
+from iskander.gateway.scheduling.worker_slot import BatchPart, InFlightBatch
+from iskander.interprocess.memory.arena import Arena
+from iskander.interprocess.memory.segment import Segment
 from support.lanes import lane_of, request_of
 from support.observed import make_worker
 

@@ -90,7 +90,7 @@ def batch_data(
 def read_batches(frames: list[bytes]) -> tuple[list[pa.RecordBatch], list[bytes]]:
     """A response as an IPC stream, and the app_metadata of each batch."""
     from iskander.arrow import ipc
-    from iskander.protocols.flight.data import read_flight_data
+    from iskander.gateway.protocols.flight.data import read_flight_data
 
     parts, metadata = [], []
     for frame in frames:

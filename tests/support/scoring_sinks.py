@@ -12,11 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from iskander.scoring.job import Job
-from iskander.scoring.journal import Finished
-from iskander.scoring.plan import Plan, unit
-from iskander.scoring.sinks import Sink, Staged, open_sink
-from iskander.scoring.sinks.storage import Storage
+from iskander.lake.job import Job
+from iskander.lake.journal import Finished
+from iskander.lake.plan import Plan, unit
+from iskander.lake.sinks import Sink, Staged, open_sink
+from iskander.lake.sinks.storage import Storage
 
 SCHEMA = pa.schema(
     [("id", pa.int64()), ("group", pa.string()), ("day", pa.int32()), ("score", pa.float32())]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from iskander import __version__
-from iskander.control import attach
-from iskander.control.attach import open_channel
-from iskander.control.channel import Channel
-from iskander.control.messages import (
+from iskander.interprocess.control import attach
+from iskander.interprocess.control.attach import open_channel
+from iskander.interprocess.control.channel import Channel
+from iskander.interprocess.control.messages import (
     PROTOCOL_VERSION,
     Hello,
     ModelSpec,
@@ -22,8 +22,8 @@ from iskander.control.messages import (
     decode_to_worker,
     encode,
 )
-from iskander.memory.heartbeat import HEARTBEAT_BYTES, Heartbeat, read_heartbeat
-from iskander.memory.segment import Segment
+from iskander.interprocess.memory.heartbeat import HEARTBEAT_BYTES, Heartbeat, read_heartbeat
+from iskander.interprocess.memory.segment import Segment
 from support import processes
 
 ARENA_BYTES = 1 << 20

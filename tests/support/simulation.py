@@ -19,17 +19,17 @@ from unittest import mock
 import numpy as np
 
 from iskander.config.schema import LimitsConfig
-from iskander.contract.rows import RowCopier, Rows
-from iskander.control.messages import Done, Execute, Failed, decode_to_worker
-from iskander.memory.heartbeat import write_heartbeat
-from iskander.memory.segment import Segment
-from iskander.scheduling import completion, dispatch, input_arena
-from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.input_arena import InputArena
-from iskander.scheduling.lane import Lane
-from iskander.scheduling.request import NO_TERMS, Request, Terms
-from iskander.scheduling.wakeup import BusyPolling
-from iskander.supervision.worker import SlotPlan, Worker
+from iskander.contract.processing.rows import RowCopier, Rows
+from iskander.gateway.scheduling import completion, dispatch, input_arena
+from iskander.gateway.scheduling.dispatch import Dispatcher
+from iskander.gateway.scheduling.input_arena import InputArena
+from iskander.gateway.scheduling.lanes.lane import Lane
+from iskander.gateway.scheduling.request import NO_TERMS, Request, Terms
+from iskander.gateway.scheduling.wakeup import BusyPolling
+from iskander.gateway.supervision.worker import SlotPlan, Worker
+from iskander.interprocess.control.messages import Done, Execute, Failed, decode_to_worker
+from iskander.interprocess.memory.heartbeat import write_heartbeat
+from iskander.interprocess.memory.segment import Segment
 from support.lanes import CONTRACT, RecordingCaller, lane_of
 
 MIB = 1 << 20

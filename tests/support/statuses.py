@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from iskander.telemetry.events import Event
-from iskander.telemetry.page.plots import PLOTS
-from iskander.telemetry.status import (
+from iskander.gateway.telemetry.page.plots import PLOTS
+from iskander.gateway.telemetry.status.document import (
     MemoryStatus,
     ModelStatus,
     ProcessStatus,
     Status,
     WorkerStatus,
 )
+from iskander.gateway.telemetry.status.events import Event
 
 HOSTILE = (
     "<script>alert(1)</script>",

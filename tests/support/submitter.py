@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
-from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
-from iskander.memory.arena import GRAIN_BYTES
-from iskander.protocols.submit import RequestSubmitter
-from iskander.protocols.tensors import RequestTensors, Tensor, read_inputs
-from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.input_arena import InputArena
-from iskander.scheduling.lane import Lane
-from iskander.scheduling.request import Request
+from iskander.foundation.clock import now_ns
+from iskander.gateway.protocols.submit import RequestSubmitter
+from iskander.gateway.protocols.tensors import RequestTensors, Tensor, read_inputs
+from iskander.gateway.scheduling.dispatch import Dispatcher
+from iskander.gateway.scheduling.input_arena import InputArena
+from iskander.gateway.scheduling.lanes.lane import Lane
+from iskander.gateway.scheduling.request import Request
+from iskander.interprocess.memory.arena import GRAIN_BYTES
 from support.input_arena import CONTRACT, open_lane, turns
 
 LIMITS = LimitsConfig(streams=2)

@@ -11,7 +11,12 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from iskander.supervision.topology import Cpu, Topology, parse_cpu_list, read_topology
+from iskander.gateway.supervision.placement.topology import (
+    Cpu,
+    Topology,
+    parse_cpu_list,
+    read_topology,
+)
 
 
 class Machine(NamedTuple):

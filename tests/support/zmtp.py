@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from iskander.config.schema import TimeoutsConfig
-from iskander.transport.receive_budget import ReceiveBudget
-from iskander.transport.turn_scheduler import TurnScheduler
-from iskander.transport.zmtp.connection import Connection
-from iskander.transport.zmtp.frames import Part
+from iskander.gateway.transport.limits.receive_budget import ReceiveBudget
+from iskander.gateway.transport.limits.turn_scheduler import TurnScheduler
+from iskander.gateway.transport.zmtp.connection import Connection
+from iskander.gateway.transport.zmtp.frames import Part
 
 
 class Transport:

@@ -24,7 +24,6 @@ from support.reference_client import ReferenceClient
 from support.robots import address_of, ask, connected, joints, policy
 from tritonclient.utils import InferenceServerException
 
-from iskander.auth.tokens import add_token
 from iskander.client import Client
 from iskander.errors import (
     IskanderError,
@@ -33,6 +32,7 @@ from iskander.errors import (
     Unauthenticated,
     Unsupported,
 )
+from iskander.gateway.auth.tokens import add_token
 
 SERVING = "0801"
 """A HealthCheckResponse, in hexadecimal."""

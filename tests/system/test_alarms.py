@@ -29,9 +29,9 @@ from support.processes import MIB, Gateway, eventually, running, suspended
 from support.prometheus import PROMETHEUS, Prometheus, free_port
 from support.repositories import Folder
 
-from iskander.auth.tokens import add_token
 from iskander.client import Tls
 from iskander.errors import IskanderError
+from iskander.gateway.auth.tokens import add_token
 
 pytestmark = [
     pytest.mark.slow,

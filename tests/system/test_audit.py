@@ -15,9 +15,9 @@ from support.models import row_ids
 from support.processes import Gateway, eventually, running
 from support.reference_client import ReferenceClient
 
-from iskander.auth.tokens import add_token
 from iskander.client import Client
 from iskander.errors import IskanderError, Unauthenticated
+from iskander.gateway.auth.tokens import add_token
 
 CLIENT_SCRIPT = str(Path(__file__).parent.parent / "support" / "access_client.py")
 

@@ -20,7 +20,7 @@ from support.breaker import Breaker
 from support.chaos import ROWS_MAX, VALUE_MAX, Ledger, Load, lanes_of, quiet
 from support.processes import Gateway, eventually, processes_of, running
 
-from iskander.scheduling.policies import POLICIES
+from iskander.gateway.scheduling.lanes.policies import POLICIES
 
 pytestmark = pytest.mark.slow
 

@@ -14,14 +14,8 @@ from support import models
 from support.processes import Gateway, eventually, running
 
 from iskander.client import AsyncClient, Client
-from iskander.client.cancellation import Cancellation
-from iskander.errors import (
-    Cancelled,
-    ContractError,
-    DeadlineExceeded,
-    IskanderError,
-    ModelNotFound,
-)
+from iskander.client.calls.cancellation import Cancellation
+from iskander.errors import Cancelled, ContractError, DeadlineExceeded, IskanderError, ModelNotFound
 
 WITHIN_S = 60.0
 UNITS = 100_000

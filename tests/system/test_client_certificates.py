@@ -21,9 +21,9 @@ from support.models import row_ids
 from support.processes import Gateway, eventually, running
 from support.reference_client import ReferenceClient
 
-from iskander.auth.tokens import digest
 from iskander.client import Client, Tls
 from iskander.errors import IskanderError, NotReady, PermissionDenied, Unauthenticated
+from iskander.gateway.auth.tokens import digest
 
 CLIENT_SCRIPT = str(Path(__file__).parent.parent / "support" / "access_client.py")
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})

@@ -18,7 +18,6 @@ import pytest
 from support import models
 from support.processes import MIB, Gateway, eventually
 
-from iskander.auth.tokens import digest
 from iskander.client import OFF, AsyncClient, Client, Retry
 from iskander.errors import (
     ConnectionFailed,
@@ -28,6 +27,7 @@ from iskander.errors import (
     ModelNotFound,
     Unauthenticated,
 )
+from iskander.gateway.auth.tokens import digest
 
 ROWS = 20_000
 """Above the minimum of shared memory."""

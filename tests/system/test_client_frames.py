@@ -19,7 +19,7 @@ from support import models
 from support.processes import MIB, Gateway, eventually, running
 
 from iskander.client import Client
-from iskander.client.shared_memory import WORTH_BYTES
+from iskander.client.calls.shared_memory import WORTH_BYTES
 from iskander.errors import ContractError, Unsupported
 
 ROWS_MAX = 1000

@@ -19,8 +19,9 @@ import pytest
 from pyarrow import flight
 from support.processes import eventually
 
-from iskander.client import OFF, AsyncClient, Client, Retry, connection, stream_writer
-from iskander.client.sharing import WORTH_BYTES
+from iskander.client import OFF, AsyncClient, Client, Retry
+from iskander.client.calls import connection, stream_writer
+from iskander.client.calls.sharing import WORTH_BYTES
 from iskander.errors import Cancelled, ConfigError, ConnectionFailed, DeadlineExceeded
 
 WITHIN_S = 30.0

@@ -14,7 +14,7 @@ from support.models import ROOT, TWO_TOWER
 from support.processes import Gateway, running
 
 from iskander import errors
-from iskander.client.retry import is_retryable
+from iskander.client.calls.retry import is_retryable
 
 PAGE = (ROOT / "docs" / "client.md").read_text()
 ADDRESSES = ("127.0.0.1:50051", "127.0.0.1:50052")

@@ -114,7 +114,7 @@ def test_models_lists_the_models_of_a_running_server(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["iskander", "iskander-gateway", "iskander-worker"])
 def test_version_shows_the_kind_of_build(command: str) -> None:
-    arena = find_spec("iskander.memory.arena")
+    arena = find_spec("iskander.interprocess.memory.arena")
     assert arena is not None and arena.origin is not None
     build = "interpreted" if arena.origin.endswith(".py") else "compiled"
     assert run(BIN / command, "--version").startswith(

@@ -17,7 +17,7 @@ from support.http2 import PREFACE, Wire, settings
 from support.processes import Gateway, eventually, running
 from support.robots import GREETING, Peer, ask, connected
 
-from iskander.transport.connection_listener import CHECK_INTERVAL_S
+from iskander.gateway.transport.connection_listener import CHECK_INTERVAL_S
 
 CONNECTIONS_MAX = 16
 DESCRIPTORS = 200

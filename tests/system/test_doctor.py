@@ -10,7 +10,7 @@ from typing import Any
 from support.models import ROOT, row_ids
 from support.processes import BIN, running
 
-from iskander.doctor.diagnosis import CHECKS
+from iskander.cli.doctor.diagnosis import CHECKS
 
 STATES = {"ok", "note", "warning", "problem"}
 

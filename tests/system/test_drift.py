@@ -18,7 +18,7 @@ from onnx import TensorProto
 from support import models
 from support.processes import BIN, Gateway, eventually, running
 
-from iskander.drift.reference import FILE, read_reference
+from iskander.sampling.drift.reference import FILE, read_reference
 
 MANIFEST = """
 format = 1

@@ -14,7 +14,7 @@ import pytest
 from support.models import ROOT, row_ids
 from support.processes import BIN, Gateway, WorkerProcess, eventually, running
 
-from iskander.auth.tokens import add_token
+from iskander.gateway.auth.tokens import add_token
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 MODEL = str(ROOT / "configs" / "models" / "movielens-two-tower" / "1" / "model.onnx")

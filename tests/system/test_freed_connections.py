@@ -61,7 +61,10 @@ def test_closed_connections_are_freed(tmp_path: Path) -> None:
 
         def open_connections() -> Counter[str]:
             kinds = json.loads(counts.read_text())
-            names = {each: f"iskander.transport.{each}.connection.Connection" for each in PROTOCOLS}
+            names = {
+                each: f"iskander.gateway.transport.{each}.connection.Connection"
+                for each in PROTOCOLS
+            }
             return Counter({each: kinds.get(name, 0) for each, name in names.items()})
 
         stats = gateway.stats()

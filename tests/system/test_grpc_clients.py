@@ -30,7 +30,7 @@ from support import models, raw
 from support.grpc_client import CHECK, WIDTH, ReferenceClient, opening, wide_batch
 from support.processes import MIB, Gateway, eventually, running, suspended
 
-from iskander.transport.http2.status import Status
+from iskander.gateway.transport.http2.status import Status
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 SERVING = "0801"

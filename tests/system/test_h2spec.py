@@ -21,7 +21,7 @@ from support.grpc_listener import listening
 from support.http2_cases import CASES
 from support.processes import running
 
-from iskander.transport.http2.call import Call
+from iskander.gateway.transport.http2.call import Call
 
 DEFAULT_PATH = Path(__file__).resolve().parents[3] / "shared" / "tools" / "h2spec"
 H2SPEC = os.environ.get("H2SPEC") or shutil.which("h2spec") or str(DEFAULT_PATH)

@@ -25,7 +25,7 @@ from support.http2_cases import (
     is_acknowledged,
 )
 
-from iskander.transport.http2.call import Call
+from iskander.gateway.transport.http2.call import Call
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
 OPEN_S = 0.02

@@ -33,7 +33,7 @@ from support.http2 import (
 )
 from support.processes import Gateway, eventually, running
 
-from iskander.transport.http2.status import Status
+from iskander.gateway.transport.http2.status import Status
 
 MIB = 1 << 20
 CHECK = "/grpc.health.v1.Health/Check"

@@ -34,16 +34,16 @@ from support.http2 import (
 )
 from support.input_arena import in_loop, turns
 
-from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import TimeoutsConfig
-from iskander.transport import receive_budget
-from iskander.transport.http2 import call_receiver, decompression
-from iskander.transport.http2 import connection as connection_module
-from iskander.transport.http2.call import Call
-from iskander.transport.http2.call_receiver import WINDOW_BYTES
-from iskander.transport.http2.rate_limit import BURST
-from iskander.transport.http2.status import RpcError, Status
-from iskander.transport.receive_budget import ReceiveBudget
+from iskander.foundation.clock import NS_PER_S, now_ns
+from iskander.gateway.transport.http2 import call_receiver, decompression
+from iskander.gateway.transport.http2 import connection as connection_module
+from iskander.gateway.transport.http2.call import Call
+from iskander.gateway.transport.http2.call_receiver import WINDOW_BYTES
+from iskander.gateway.transport.http2.rate_limit import BURST
+from iskander.gateway.transport.http2.status import RpcError, Status
+from iskander.gateway.transport.limits import receive_budget
+from iskander.gateway.transport.limits.receive_budget import ReceiveBudget
 
 pytestmark = pytest.mark.slow
 

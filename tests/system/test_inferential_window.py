@@ -17,7 +17,7 @@ from support.models import row_ids, save
 from support.processes import MIB, Gateway, eventually, running, suspended
 from support.robots import GREETING, TIMEOUT_MS, Peer, address_of, ask, connected, observation
 
-from iskander.protocols.inferential.session import FAILED_MAX
+from iskander.gateway.protocols.inferential.session import FAILED_MAX
 
 MANY = 30
 """Above `limits.window_batches`, which is 8 in tests."""

@@ -30,8 +30,8 @@ from support.processes import running as gateway_running
 from iskander.config.loader import load_config
 from iskander.config.schema import Config
 from iskander.gateway.server import GRACE_S
-from iskander.supervision.supervisor import STOP_S
-from iskander.telemetry import metrics
+from iskander.gateway.supervision.supervisor import STOP_S
+from iskander.gateway.telemetry.metrics import exposition as metrics
 
 FOLDER = ROOT / "configs" / "kubernetes"
 FILES = sorted(FOLDER.rglob("*.yaml"))

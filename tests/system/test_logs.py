@@ -17,12 +17,12 @@ import pytest
 from support import models, python_models
 from support.processes import BIN, Gateway, eventually, running
 
-from iskander.auth.tokens import add_token
 from iskander.errors import IskanderError
-from iskander.logs.catalog import EVENTS, LIBRARY_MESSAGE
-from iskander.logs.formats import RESERVED
-from iskander.logs.recognition import recognize
-from iskander.logs.repeats import FIRST
+from iskander.foundation.logs.catalog import EVENTS, LIBRARY_MESSAGE
+from iskander.foundation.logs.formats import RESERVED
+from iskander.foundation.logs.recognition import recognize
+from iskander.foundation.logs.repeats import FIRST
+from iskander.gateway.auth.tokens import add_token
 
 BATCH = pa.record_batch({"x": pa.array([1, 2], pa.int64())})
 SECRET = "hunter2-in-a-payload"

@@ -16,8 +16,8 @@ import pytest
 from support.models import row_ids
 from support.processes import BIN, Gateway, Notices, eventually, running
 
-from iskander.auth.tokens import add_token
 from iskander.errors import DeadlineExceeded, LimitExceeded
+from iskander.gateway.auth.tokens import add_token
 
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 

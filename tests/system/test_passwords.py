@@ -18,7 +18,7 @@ from support.models import row_ids
 from support.processes import BIN, Gateway, running
 from support.reference_client import ReferenceClient
 
-from iskander.auth.tokens import add_token
+from iskander.gateway.auth.tokens import add_token
 
 CLIENT_SCRIPT = str(Path(__file__).parent.parent / "support" / "access_client.py")
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})

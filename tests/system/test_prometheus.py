@@ -21,9 +21,9 @@ from support.models import ROOT
 from support.processes import eventually, running
 from support.prometheus import PROMTOOL, RULES, alerts, free_port, rules, scaled
 
-from iskander.auth.tokens import add_token
 from iskander.client import Tls
-from iskander.telemetry.metrics import GPU_LABELS, GPU_METRICS
+from iskander.gateway.auth.tokens import add_token
+from iskander.gateway.telemetry.metrics.exposition import GPU_LABELS, GPU_METRICS
 
 DASHBOARDS = ROOT / "configs" / "grafana"
 RUNBOOK = ROOT / "docs" / "alarms.md"

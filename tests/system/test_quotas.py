@@ -18,9 +18,9 @@ from support.processes import Gateway, eventually, running
 from support.reference_client import ReferenceClient
 from support.robots import address_of, ask, connected, joints, policy
 
-from iskander.auth.tokens import digest
 from iskander.client import OFF, Client
 from iskander.errors import RateLimited
+from iskander.gateway.auth.tokens import digest
 
 CLIENT_SCRIPT = str(Path(__file__).parent.parent / "support" / "access_client.py")
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})

@@ -20,7 +20,7 @@ from support.processes import Gateway, eventually, running
 from support.robots import Peer, observation
 
 from benchmarks.hostile import wire
-from iskander.transport.http2.status import Status
+from iskander.gateway.transport.http2.status import Status
 
 pytestmark = pytest.mark.slow
 

@@ -23,10 +23,10 @@ from support.models import row_ids
 from support.processes import Gateway, eventually, processes_of, render_config, running
 from support.robots import Peer, address_of
 
-from iskander.auth.tokens import add_token
 from iskander.config.reference import TABLES, Setting, settings
-from iskander.control.shared_regions import request_region
 from iskander.errors import ConfigError, LimitExceeded
+from iskander.gateway.auth.tokens import add_token
+from iskander.interprocess.control.shared_regions import request_region
 
 MIB = 1 << 20
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})

@@ -14,9 +14,9 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from iskander.errors import SourceChanged, SourceError
-from iskander.scoring.filters import parse_filter
-from iskander.scoring.sources import open_source
-from iskander.scoring.sources.files import FileSource
+from iskander.lake.filters import parse_filter
+from iskander.lake.sources import open_source
+from iskander.lake.sources.files import FileSource
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ import pytest
 from support import models
 from support.processes import BIN, Gateway, eventually, running
 
-from iskander.auth.tokens import add_token
 from iskander.client import OFF, Client
 from iskander.errors import RuntimeDiffers, Unauthenticated
-from iskander.scoring.execution import runtime_terms
+from iskander.gateway.auth.tokens import add_token
+from iskander.lake.execution import runtime_terms
 
 ROWS = 2000
 WITHIN_S = 60.0

@@ -18,7 +18,7 @@ from support import models, raw
 from support.processes import Gateway, eventually, running
 
 from iskander.client import Client
-from iskander.protocols.flight.data import read_flight_data
+from iskander.gateway.protocols.flight.data import read_flight_data
 
 ELEMENTS = {
     "bool": TensorProto.BOOL,

@@ -19,11 +19,9 @@ from support import models, raw
 from support.dealt import client_of
 from support.processes import MIB, Gateway, eventually, running, shared_mappings
 
-from iskander.auth.tokens import add_token
 from iskander.client import OFF, Client, Retry
-from iskander.client.shared_memory import IDLE_REGIONS_MAX, Region, RegionPool
-from iskander.client.sharing import WORTH_BYTES, Sharing
-from iskander.control.shared_regions import REGION_HEADER, BodyLocation, encode, read_body_location
+from iskander.client.calls.shared_memory import IDLE_REGIONS_MAX, Region, RegionPool
+from iskander.client.calls.sharing import WORTH_BYTES, Sharing
 from iskander.errors import (
     ContractError,
     IskanderError,
@@ -33,6 +31,13 @@ from iskander.errors import (
     RegionNotFound,
     Unauthenticated,
     Unsupported,
+)
+from iskander.gateway.auth.tokens import add_token
+from iskander.interprocess.control.shared_regions import (
+    REGION_HEADER,
+    BodyLocation,
+    encode,
+    read_body_location,
 )
 
 ROWS = 20_000

@@ -11,8 +11,8 @@ from pyarrow import flight
 from support import models
 from support.processes import Gateway, eventually, running
 
-from iskander.auth.shares import IDLE_NS
-from iskander.clock import NS_PER_S
+from iskander.foundation.clock import NS_PER_S
+from iskander.gateway.auth.shares import IDLE_NS
 
 STREAMS = 6
 BATCH = pa.record_batch({"x": [1, 2, 3]})

@@ -20,9 +20,9 @@ from pyarrow import flight
 from support.models import row_ids
 from support.processes import MIB, Gateway, eventually, running
 
-from iskander.auth.tokens import add_token
 from iskander.client import Client
-from iskander.client.flight_errors import FLIGHT_ERRORS
+from iskander.client.calls.flight_errors import FLIGHT_ERRORS
+from iskander.gateway.auth.tokens import add_token
 
 ROWS = 6000
 FILES = 3

@@ -16,7 +16,7 @@ from support import models
 from support.processes import Gateway, eventually, running
 from support.proxies import free_ports
 
-from iskander.telemetry.status import Status
+from iskander.gateway.telemetry.status.document import Status
 
 BATCH = pa.RecordBatch.from_pydict({"x": pa.array(range(7), pa.int64())})
 OPTIONS: dict[str, Any] = {

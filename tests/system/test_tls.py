@@ -27,7 +27,7 @@ from support.reference_client import ReferenceClient
 
 from iskander.client import Client, Tls
 from iskander.errors import NotReady
-from iskander.transport.acceptor import HANDSHAKES_MAX
+from iskander.gateway.transport.acceptor import HANDSHAKES_MAX
 
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 FLOAT, ELEMENTS = 1, 1024

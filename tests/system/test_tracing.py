@@ -513,7 +513,7 @@ def exporters(gateway: Gateway) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(gateway.pid).children(recursive=True):
         with contextlib.suppress(psutil.ZombieProcess):
-            if "iskander.telemetry.tracing.exporter" in child.cmdline():
+            if "iskander.gateway.telemetry.tracing.exporter" in child.cmdline():
                 found.append(child)
     return found
 

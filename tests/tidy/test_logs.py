@@ -12,8 +12,8 @@ import pytest
 
 from iskander.cli.main import build_parser
 from iskander.config.reference import settings
-from iskander.logs.catalog import EVENTS, GROUPS, events_of
-from iskander.logs.formats import LIBRARY_MESSAGE, RESERVED
+from iskander.foundation.logs.catalog import EVENTS, GROUPS, events_of
+from iskander.foundation.logs.formats import LIBRARY_MESSAGE, RESERVED
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = [
@@ -24,20 +24,20 @@ SOURCES = [
 ]
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 SET_UP = {
-    "iskander/client/retry.py",
-    "iskander/event_stream/changes.py",
-    "iskander/observer/__main__.py",
-    "iskander/repository/changes.py",
-    "iskander/telemetry/events.py",
-    "iskander/telemetry/logs.py",
-    "iskander/telemetry/tracing/exporter.py",
+    "iskander/client/calls/retry.py",
+    "iskander/gateway/event_stream/changes.py",
+    "iskander/sampling/__main__.py",
+    "iskander/gateway/repository/changes.py",
+    "iskander/gateway/telemetry/status/events.py",
+    "iskander/gateway/telemetry/logs.py",
+    "iskander/gateway/telemetry/tracing/exporter.py",
 }
 """Modules that set levels and handlers of loggers."""
 WRITES = {
     "iskander/gateway/__main__.py",  # An error before the configuration is known.
     "workers/iskander_worker/foreign_interpreter.py",  # It may lack what the log needs.
 }
-FREE = ("cli", "scoring")
+FREE = ("cli", "lake")
 """Packages of commands, which print to the terminal."""
 PRINTING = {
     "print", "sys.stderr.write", "sys.stderr.writelines", "traceback.print_exc",
@@ -123,7 +123,7 @@ def _imported_groups(tree: ast.Module) -> dict[str, object]:
     return {
         alias.asname or alias.name: modules[alias.name]
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "iskander.logs"
+        if isinstance(node, ast.ImportFrom) and node.module == "iskander.foundation.logs"
         for alias in node.names
         if alias.name in modules
     }

@@ -12,7 +12,7 @@ from support.commands import options, parsers
 
 from iskander.config.reference import settings
 from iskander.config.schema import Config
-from iskander.protocols.terms import ClientTerms
+from iskander.gateway.protocols.terms import ClientTerms
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import pytest
 
-from iskander.control.attach import read_hello
 from iskander.errors import MalformedInput, ProtocolError, ReaderLost
-from iskander.protocols.flight.service import _read_query
-from iskander.protocols.terms import read_metadata
-from iskander.source_reader.parts import decode_part
-from iskander.sources.messages import read_error
+from iskander.gateway.protocols.flight.service import _read_query
+from iskander.gateway.protocols.terms import read_metadata
+from iskander.gateway.sources.messages import read_error
+from iskander.interprocess.control.attach import read_hello
+from iskander.lake.reader.parts import decode_part
 
 DEPTH = 5000
 DEEP = b"\x91" * DEPTH + b"\xc0"
@@ -41,7 +41,7 @@ DECODE_ALL = """
 import importlib, inspect, pkgutil
 import msgspec
 import iskander, iskander_worker
-from iskander.scheduling.worker_slot import InFlightBatch, BatchPart
+from iskander.gateway.scheduling.worker_slot import InFlightBatch, BatchPart
 
 prepared = 0
 for package in (iskander, iskander_worker):

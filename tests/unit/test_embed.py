@@ -12,9 +12,9 @@ from support.lanes import MS, lane_of, request_of
 from iskander.config.models import LaneConfig
 from iskander.embed import on_metric, register_policy
 from iskander.errors import ConfigError
-from iskander.measurement.recent_values import RecentValues
-from iskander.measurement.subscribers import SUBSCRIBERS
-from iskander.scheduling.policies import POLICIES, Scorable, make_policy
+from iskander.foundation.measurement.recent_values import RecentValues
+from iskander.foundation.measurement.subscribers import SUBSCRIBERS
+from iskander.gateway.scheduling.lanes.policies import POLICIES, Scorable, make_policy
 
 LANE = lane_of(ttl_ms=0)
 

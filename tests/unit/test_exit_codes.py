@@ -9,7 +9,7 @@ import pytest
 from support.models import ROOT
 
 from iskander import errors
-from iskander.exit_codes import MEANINGS, ExitCode, code_of, summary
+from iskander.foundation.exit_codes import MEANINGS, ExitCode, code_of, summary
 
 MODULES = {
     "iskander": "iskander.cli.main",

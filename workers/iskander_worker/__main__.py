@@ -19,20 +19,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from iskander import __version__, clock
-from iskander.build_info import describe
-from iskander.control import attach
-from iskander.control.identity import gateway_id
-from iskander.control.messages import PROTOCOL_VERSION, Hello, Welcome
+from iskander import __version__
 from iskander.errors import NotReady, ProtocolError, SegmentError
-from iskander.exit_codes import ExitCode, summary
-from iskander.logs import workers as log
-from iskander.logs.stderr import set_up_worker
-from iskander_worker.affinity import (
-    pin_process,
-    raise_oom_score,
-    set_library_environment,
-)
+from iskander.foundation import clock
+from iskander.foundation.build_info import describe
+from iskander.foundation.exit_codes import ExitCode, summary
+from iskander.foundation.logs import workers as log
+from iskander.foundation.logs.stderr import set_up_worker
+from iskander.interprocess.control import attach
+from iskander.interprocess.control.identity import gateway_id
+from iskander.interprocess.control.messages import PROTOCOL_VERSION, Hello, Welcome
+from iskander_worker.affinity import pin_process, raise_oom_score, set_library_environment
 from iskander_worker.devices.cuda import DeviceLost
 
 if TYPE_CHECKING:

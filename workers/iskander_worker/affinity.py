@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from iskander.memory.numa import prefer_node
+from iskander.interprocess.memory.numa import prefer_node
 
 OOM_SCORE: Final = 500
 """Half of the memory of the machine, in thousandths: more than the gateway's score."""

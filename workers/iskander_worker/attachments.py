@@ -16,13 +16,13 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US, now_ns
-from iskander.control import attach
-from iskander.control.attach import open_channel
-from iskander.control.messages import Leaving, Notice, Welcome, encode
 from iskander.errors import IskanderError, ProtocolError
-from iskander.memory.heartbeat import write_heartbeat
-from iskander.memory.segment import Segment
+from iskander.foundation.clock import NS_PER_MS, NS_PER_S, NS_PER_US, now_ns
+from iskander.interprocess.control import attach
+from iskander.interprocess.control.attach import open_channel
+from iskander.interprocess.control.messages import Leaving, Notice, Welcome, encode
+from iskander.interprocess.memory.heartbeat import write_heartbeat
+from iskander.interprocess.memory.segment import Segment
 from iskander_worker.cancellation import RunCanceller
 from iskander_worker.executor import Executor
 

@@ -15,16 +15,16 @@ from typing import Final
 
 import numpy as np
 
-from iskander.contract.rows import RowCopier
-from iskander.control.messages import Execute, Slice
-from iskander.memory.segment import Segment
-from iskander_worker.arrays import ArrayStage
+from iskander.contract.processing.rows import RowCopier
+from iskander.interprocess.control.messages import Execute, Slice
+from iskander.interprocess.memory.segment import Segment
 from iskander_worker.backends import Bound, Run
+from iskander_worker.batches.arrays import ArrayStage
+from iskander_worker.batches.slices import gather, scatter
 from iskander_worker.devices.arenas import PageLockedArenas
 from iskander_worker.devices.cuda import Device
 from iskander_worker.devices.pipeline import Pipeline
 from iskander_worker.session import Session
-from iskander_worker.slices import gather, scatter
 
 BINDINGS_MAX: Final = 512
 BINDING_BYTES_MAX: Final = 65_536

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import iskander
 from iskander.errors import IskanderError, ManifestError
-from iskander.logs import workers as log
-from iskander_worker.tensors import error_text
+from iskander.foundation.logs import workers as log
+from iskander_worker.batches.tensors import error_text
 
 _OWN_PACKAGES = tuple(Path(file).resolve().parent for file in (__file__, iskander.__file__))
 

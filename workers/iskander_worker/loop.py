@@ -16,9 +16,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple
 
-from iskander.clock import now_ns
-from iskander.control.channel import FRAME_BYTES_MAX
-from iskander.control.messages import (
+from iskander.errors import Cancelled, IskanderError, ManifestError
+from iskander.foundation.clock import now_ns
+from iskander.interprocess.control.channel import FRAME_BYTES_MAX
+from iskander.interprocess.control.messages import (
     Done,
     Drain,
     Execute,
@@ -36,12 +37,11 @@ from iskander.control.messages import (
     decode_to_worker,
     encode,
 )
-from iskander.errors import Cancelled, IskanderError, ManifestError
 from iskander_worker.attachments import Attachment, Attachments
 from iskander_worker.backends import Run
+from iskander_worker.batches.failing_rows import FailingRows, Finding
 from iskander_worker.devices.cuda import DeviceLost, DriverError
 from iskander_worker.devices.pipeline import Pipeline
-from iskander_worker.failing_rows import FailingRows, Finding
 from iskander_worker.loading.loader import LoadQueue
 from iskander_worker.session import Session
 

@@ -15,19 +15,18 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from iskander.contract.buckets import variants
 from iskander.contract.compile import compile_contract
 from iskander.contract.graph import Graph
 from iskander.contract.labels import Labels, read_labels
 from iskander.contract.manifest import Manifest, WarmUp, model_file, read_manifest
-from iskander.contract.postprocess import compile_outputs
-from iskander.contract.row_relation import RowRelation
-from iskander.contract.rows import RowCopier
+from iskander.contract.processing.buckets import variants
+from iskander.contract.processing.postprocess import compile_outputs
+from iskander.contract.processing.row_relation import RowRelation
+from iskander.contract.processing.rows import RowCopier
 from iskander.contract.tensors import Contract
-from iskander.control.messages import ModelSpec
 from iskander.errors import ExecutionFailed, ManifestError
-from iskander.memory.heartbeat import model_digest
-from iskander_worker.arrays import DATA_ERRORS, ArrayBatch, Compute
+from iskander.interprocess.control.messages import ModelSpec
+from iskander.interprocess.memory.heartbeat import model_digest
 from iskander_worker.backends import (
     Arrays,
     BindingModel,
@@ -37,6 +36,9 @@ from iskander_worker.backends import (
     Run,
     load_model,
 )
+from iskander_worker.batches.arrays import DATA_ERRORS, ArrayBatch, Compute
+from iskander_worker.batches.postprocess import PostProcessor
+from iskander_worker.batches.vocabulary import Vocabularies
 from iskander_worker.devices.cuda import idle
 from iskander_worker.devices.workspace import SLOTS, DeviceBatch, Launcher, Workspace
 from iskander_worker.loading.measurement import Measurement, undecided
@@ -44,8 +46,6 @@ from iskander_worker.loading.model_files import folder_sha256
 from iskander_worker.loading.opener import require_trusted
 from iskander_worker.loading.output_proof import require_written, stain_memory, unbound_outputs
 from iskander_worker.loading.row_measurement import MEASURE_S, measure_rows
-from iskander_worker.postprocess import PostProcessor
-from iskander_worker.vocabulary import Vocabularies
 from iskander_worker.warm_up import compute, from_body, generate_inputs, sample_inputs, warm
 
 PROOF_ROWS = (1, 3)

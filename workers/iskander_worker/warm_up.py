@@ -21,12 +21,12 @@ import numpy as np
 from iskander.contract.bfloat16 import round_to_bfloat16
 from iskander.contract.manifest import WarmUp
 from iskander.contract.paths import path_inside
-from iskander.contract.strings import string_lengths, string_ranges, strings_to_body
+from iskander.contract.processing.strings import string_lengths, string_ranges, strings_to_body
 from iskander.contract.tensors import TensorSpec, body_layout
 from iskander.errors import ContractError, ExecutionFailed, ManifestError
-from iskander_worker.arrays import read_body
 from iskander_worker.backends import Run
-from iskander_worker.tensors import packed
+from iskander_worker.batches.arrays import read_body
+from iskander_worker.batches.tensors import packed
 
 if TYPE_CHECKING:
     from iskander_worker.session import Session

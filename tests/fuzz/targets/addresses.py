@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from fuzz import mutation
-from iskander.auth.grants import bearer_token
-from iskander.client.targets import _is_name, _require_addresses
+from iskander.client.calls.targets import _is_name, _require_addresses
 from iskander.contract.backend_manifest import Address
 from iskander.errors import ConfigError
-from iskander.supervision.topology import parse_cpu_list, render_cpu_list
-from iskander.transport.addresses import is_host_port, unix_path, zmq_address
+from iskander.gateway.auth.grants import bearer_token
+from iskander.gateway.supervision.placement.topology import parse_cpu_list, render_cpu_list
+from iskander.gateway.transport.addresses import is_host_port, unix_path, zmq_address
 
 ITERATIONS = 3000
 WORDS = [

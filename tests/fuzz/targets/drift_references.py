@@ -23,19 +23,19 @@ from fuzz import mutation
 from fuzz.targets.wire_messages import with_changed_value
 from iskander.config.drift import DriftConfig
 from iskander.contract.manifest import Manifest, WarmUp
-from iskander.decoders import DECODE_ERRORS
-from iskander.drift.comparison import compare
-from iskander.drift.monitor import _shown
-from iskander.drift.profile import ColumnKey, Profile
-from iskander.drift.reference import (
+from iskander.foundation.decoders import DECODE_ERRORS
+from iskander.sampling.drift.comparison import compare
+from iskander.sampling.drift.monitor import _shown
+from iskander.sampling.drift.profile import ColumnKey, Profile
+from iskander.sampling.drift.reference import (
     InvalidReference,
     Reference,
     read_reference,
     to_profile,
     to_reference,
 )
-from iskander.drift.summary import LabelValues, NumberValues
-from iskander.drift.warm_up import read_warm_up
+from iskander.sampling.drift.summary import LabelValues, NumberValues
+from iskander.sampling.drift.warm_up import read_warm_up
 
 ITERATIONS = 400
 COLUMNS_MAX = 4

@@ -20,9 +20,9 @@ from fuzz import mutation
 from fuzz.serving import LOOP
 from fuzz.targets.zmtp_connection import framed, head_of, split
 from iskander.config.schema import Config
-from iskander.event_stream.broadcaster import READ_BYTES, Broadcaster, Connection
-from iskander.event_stream.subscriptions import FRAME_BYTES_MAX, SUBSCRIPTIONS_MAX
-from iskander.transport.zmtp import frames
+from iskander.gateway.event_stream.broadcaster import READ_BYTES, Broadcaster, Connection
+from iskander.gateway.event_stream.subscriptions import FRAME_BYTES_MAX, SUBSCRIPTIONS_MAX
+from iskander.gateway.transport.zmtp import frames
 
 ITERATIONS = 400
 HANDSHAKE = frames.GREETING + frames.ready(Socket_Type=b"SUB")

@@ -29,19 +29,19 @@ import pyarrow as pa
 from fuzz import engine, mutation
 from iskander.arrow import ipc
 from iskander.config.schema import LimitsConfig
-from iskander.contract.buckets import variants
 from iskander.contract.column_types import parse_column_type
 from iskander.contract.compile import compile_contract
 from iskander.contract.dtypes import BY_ARROW
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.inputs import columns_of, entries_of
 from iskander.contract.manifest import InputColumn, Manifest
+from iskander.contract.processing.buckets import variants
 from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
-from iskander.protocols.flight.codec import LongMessage, ParsedBatch, StreamCodec
-from iskander.protocols.flight.convert import BatchPortion
-from iskander.protocols.flight.data import data_head, read_flight_data
-from iskander.protocols.flight.plan import Plan
+from iskander.gateway.protocols.flight.codec import LongMessage, ParsedBatch, StreamCodec
+from iskander.gateway.protocols.flight.columns.convert import BatchPortion
+from iskander.gateway.protocols.flight.data import data_head, read_flight_data
+from iskander.gateway.protocols.flight.plan import Plan
 
 ITERATIONS = 1000
 LIMITS = LimitsConfig(rows=60_000, bytes=4 << 20, columns=16, nesting=4, string_bytes=1 << 19)

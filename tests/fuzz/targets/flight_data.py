@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from fuzz import mutation
 from iskander._generated import flight_pb2
 from iskander.errors import MalformedInput
-from iskander.protocols.flight.data import data_head, read_flight_data
+from iskander.gateway.protocols.flight.data import data_head, read_flight_data
 
 ITERATIONS = 4000
 NUMBERS = (1, 2, 3, 1000)

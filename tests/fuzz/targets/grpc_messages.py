@@ -27,8 +27,8 @@ from support.http2 import (
 
 from fuzz import mutation
 from fuzz.serving import LOOP, Recorder, in_loop
-from iskander.transport.http2.decompression import INLINE_BYTES_MAX
-from iskander.transport.http2.status import Status
+from iskander.gateway.transport.http2.decompression import INLINE_BYTES_MAX
+from iskander.gateway.transport.http2.status import Status
 
 ITERATIONS = 250
 ENCODINGS = ("gzip", "deflate", "identity", "", "snappy")

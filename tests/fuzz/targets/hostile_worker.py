@@ -20,14 +20,14 @@ from support.simulation import SimulatedWorker, Simulation
 from fuzz import mutation
 from fuzz.targets.wire_messages import with_changed_value
 from iskander.config.models import LaneConfig
-from iskander.control import messages as wire
-from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.lane import Lane
-from iskander.supervision.lifecycle import Event, State
-from iskander.supervision.model_loader import ModelLoader
-from iskander.supervision.outages import Outages
-from iskander.supervision.supervisor import Supervisor
-from iskander.supervision.worker_messages import WorkerMessageReader
+from iskander.gateway.scheduling.dispatch import Dispatcher
+from iskander.gateway.scheduling.lanes.lane import Lane
+from iskander.gateway.supervision.lifecycle import Event, State
+from iskander.gateway.supervision.loading.model_loader import ModelLoader
+from iskander.gateway.supervision.outages import Outages
+from iskander.gateway.supervision.supervisor import Supervisor
+from iskander.gateway.supervision.worker_messages import WorkerMessageReader
+from iskander.interprocess.control import messages as wire
 
 ITERATIONS = 300
 MS = 1_000_000

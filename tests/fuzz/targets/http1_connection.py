@@ -20,9 +20,9 @@ from fuzz import mutation
 from fuzz.serving import LOOP
 from iskander.config.auth import AccessConfig
 from iskander.config.schema import Config
-from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.http1.listener import HEAD_BYTES_MAX, Http1Listener
-from iskander.transport.http1.sites import SitePolicy
+from iskander.gateway.transport.http1.listener import HEAD_BYTES_MAX, Http1Listener
+from iskander.gateway.transport.http1.sites import SitePolicy
+from iskander.gateway.transport.limits.connection_limits import ConnectionLimits
 
 EVERY_SITE = SitePolicy(AccessConfig(allowed_hosts=("*",)), "")
 ITERATIONS = 300

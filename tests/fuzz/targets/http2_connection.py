@@ -25,9 +25,9 @@ from support.http2 import END_HEADERS, END_STREAM, PREFACE, Frame, Peer, split_f
 from fuzz import mutation
 from fuzz.serving import LOOP, Recorder, in_loop
 from fuzz.targets import grpc_messages, http2_headers
-from iskander.transport.http2.call_receiver import WINDOW_BYTES
-from iskander.transport.http2.connection import FRAME_BYTES_MAX
-from iskander.transport.http2.status import Status
+from iskander.gateway.transport.http2.call_receiver import WINDOW_BYTES
+from iskander.gateway.transport.http2.connection import FRAME_BYTES_MAX
+from iskander.gateway.transport.http2.status import Status
 
 ITERATIONS = 400
 MESSAGE_BYTES_MAX = grpc_messages.MESSAGE_BYTES_MAX

@@ -17,8 +17,8 @@ import hpack
 from hpack.hpack import decode_integer
 
 from fuzz import mutation
-from iskander.transport.http2.frames import ConnectionBroken, StreamError
-from iskander.transport.http2.header_block_reader import (
+from iskander.gateway.transport.http2.frames import ConnectionBroken, StreamError
+from iskander.gateway.transport.http2.header_block_reader import (
     EXPANDED_BYTES_MAX,
     FIELDS_MAX,
     HUFFMAN_BYTES_MAX,
@@ -26,13 +26,13 @@ from iskander.transport.http2.header_block_reader import (
     TABLE_UPDATES_MAX,
     HeaderBlockReader,
 )
-from iskander.transport.http2.request_headers import (
+from iskander.gateway.transport.http2.request_headers import (
     BINARY_PARTS_MAX,
     HEADER_LIST_BYTES_MAX,
     RequestHeaders,
     read_request,
 )
-from iskander.transport.http2.status import RpcError, Status
+from iskander.gateway.transport.http2.status import RpcError, Status
 
 ITERATIONS = 1500
 REQUEST = [

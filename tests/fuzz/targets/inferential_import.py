@@ -16,8 +16,12 @@ from typing import Any
 import yaml
 
 from fuzz import mutation
-from iskander.config.import_inferential import import_inferential, read_inferential, render_import
-from iskander.contract.mlflow import manifest_of_signature
+from iskander.config.migration.import_inferential import (
+    import_inferential,
+    read_inferential,
+    render_import,
+)
+from iskander.contract.formats.mlflow import manifest_of_signature
 from iskander.errors import ConfigError, ManifestError
 
 ITERATIONS = 250

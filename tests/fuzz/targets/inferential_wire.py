@@ -18,9 +18,9 @@ from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, MalformedInput, Unsupported
-from iskander.protocols import tensors as offered
-from iskander.protocols.inferential.terms import read_terms
-from iskander.protocols.inferential.wire import (
+from iskander.gateway.protocols import tensors as offered
+from iskander.gateway.protocols.inferential.terms import read_terms
+from iskander.gateway.protocols.inferential.wire import (
     Observation,
     ReplyAddress,
     read_observation,

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from fuzz import mutation
-from iskander.decoders import DECODE_ERRORS
-from iskander.logs.catalog import EVENTS
-from iskander.logs.event import ERROR, Event
-from iskander.logs.formats import TextFormat
-from iskander.logs.recognition import recognize
+from iskander.foundation.decoders import DECODE_ERRORS
+from iskander.foundation.logs.catalog import EVENTS
+from iskander.foundation.logs.event import ERROR, Event
+from iskander.foundation.logs.formats import TextFormat
+from iskander.foundation.logs.recognition import recognize
 
 ITERATIONS = 800
 REFERENCE_CHARACTERS_MAX = 200

@@ -17,10 +17,10 @@ import msgspec
 from fuzz import mutation
 from iskander.contract.column_types import parse_column_type, parse_sent_type
 from iskander.contract.compile import compile_contract, declared_graph, derive_manifest
+from iskander.contract.formats.render import render_entries
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.inputs import entries_of
 from iskander.contract.manifest import read_manifest
-from iskander.contract.render import render_entries
 from iskander.contract.tensors import Contract
 from iskander.errors import ManifestError
 

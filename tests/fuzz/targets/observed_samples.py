@@ -30,11 +30,11 @@ from iskander.config.models import ModelConfig
 from iskander.config.schema import Config, LimitsConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
-from iskander.observation.messages import Copied, Model, OutputPart, Report, encode
-from iskander.observation.process import ObserverProcess
-from iskander.observer.tensors import DAMAGE_ERRORS, Tensors
-from iskander.scheduling.input_arena import InputArena
-from iskander.scheduling.worker_slot import InFlightBatch
+from iskander.gateway.observation.messages import Copied, Model, OutputPart, Report, encode
+from iskander.gateway.observation.process import ObserverProcess
+from iskander.gateway.scheduling.input_arena import InputArena
+from iskander.gateway.scheduling.worker_slot import InFlightBatch
+from iskander.sampling.tensors import DAMAGE_ERRORS, Tensors
 
 ITERATIONS = 400
 HELD = 3

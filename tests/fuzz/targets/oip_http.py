@@ -21,15 +21,15 @@ from fuzz import mutation
 from fuzz.serving import LOOP
 from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import ColumnType
-from iskander.contract.strings import body_to_strings
+from iskander.contract.processing.strings import body_to_strings
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput, Unsupported
-from iskander.protocols import tensors as offered
-from iskander.protocols.oip.http import json_bounds, json_values
-from iskander.protocols.oip.http.body import BodyQuota, ReceivedBody, read_body
-from iskander.protocols.oip.http.json_values import write_data
-from iskander.protocols.oip.http.messages import ParsedRequest, read_raw, read_request
-from iskander.transport.receive_budget import ReceiveBudget
+from iskander.gateway.protocols import tensors as offered
+from iskander.gateway.protocols.oip.http import json_bounds, json_values
+from iskander.gateway.protocols.oip.http.body import BodyQuota, ReceivedBody, read_body
+from iskander.gateway.protocols.oip.http.json_values import write_data
+from iskander.gateway.protocols.oip.http.messages import ParsedRequest, read_raw, read_request
+from iskander.gateway.transport.limits.receive_budget import ReceiveBudget
 
 ITERATIONS = 2000
 BODY_BYTES_MAX = 100_000

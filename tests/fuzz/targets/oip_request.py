@@ -19,13 +19,18 @@ from iskander._generated import oip_pb2
 from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.dtypes import DTYPES
-from iskander.contract.strings import body_to_strings
+from iskander.contract.processing.strings import body_to_strings
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput, Unsupported
-from iskander.protocols import tensors as offered
-from iskander.protocols.oip.request import ParsedRequest, is_for_thread, read_head, tensors_of
-from iskander.protocols.oip.typed import FIELDS
-from iskander.protocols.oip.wire import Scanned, scan
+from iskander.gateway.protocols import tensors as offered
+from iskander.gateway.protocols.oip.request import (
+    ParsedRequest,
+    is_for_thread,
+    read_head,
+    tensors_of,
+)
+from iskander.gateway.protocols.oip.typed import FIELDS
+from iskander.gateway.protocols.oip.wire import Scanned, scan
 
 ITERATIONS = 3000
 LIMITS = LimitsConfig(columns=8, rows=1000, bytes=1 << 20)

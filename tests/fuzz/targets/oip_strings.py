@@ -9,9 +9,9 @@ import struct
 from random import Random
 
 from fuzz import mutation
-from iskander.contract.strings import body_to_strings
+from iskander.contract.processing.strings import body_to_strings
 from iskander.errors import MalformedInput
-from iskander.protocols.oip.tensors import body_to_raw, raw_strings, raw_to_body
+from iskander.gateway.protocols.oip.tensors import body_to_raw, raw_strings, raw_to_body
 
 ITERATIONS = 2500
 

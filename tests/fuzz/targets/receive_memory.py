@@ -17,9 +17,9 @@ from support.http2 import END_STREAM, Peer
 from fuzz import mutation
 from fuzz.serving import LOOP, in_loop
 from fuzz.targets import grpc_messages
-from iskander.transport.http2 import call_receiver as call_input
-from iskander.transport.http2.call import Call
-from iskander.transport.http2.status import RpcError, Status
+from iskander.gateway.transport.http2 import call_receiver as call_input
+from iskander.gateway.transport.http2.call import Call
+from iskander.gateway.transport.http2.status import RpcError, Status
 
 ITERATIONS = 500
 OPEN, BEGIN, CONTINUE, END, RESET, READ, WAIT, FINISH, OTHERS = range(9)

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from fuzz import mutation
 from iskander.errors import FilterError
-from iskander.scoring.filters import parse_filter
+from iskander.lake.filters import parse_filter
 
 ITERATIONS = 250
 TABLE = pa.table(

@@ -16,10 +16,10 @@ import numpy as np
 from fuzz import mutation
 from iskander.contract.column_types import ColumnType
 from iskander.contract.dtypes import BY_ARROW
-from iskander.contract.rows import RowCopier
-from iskander.contract.strings import string_ranges
+from iskander.contract.processing.rows import RowCopier
+from iskander.contract.processing.strings import string_ranges
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
-from iskander.shadow.comparison import (
+from iskander.gateway.shadow.comparison import (
     PAIRS_MAX,
     Body,
     Comparison,
@@ -27,7 +27,7 @@ from iskander.shadow.comparison import (
     FloatComparison,
     Tolerance,
 )
-from iskander.shadow.contract import match_outputs
+from iskander.gateway.shadow.contract import match_outputs
 
 ITERATIONS = 800
 ROWS = 5

@@ -15,7 +15,13 @@ import pyarrow as pa
 from fuzz import mutation
 from fuzz.targets.flight_codec import CONTRACTS, LIMITS, messages_of
 from fuzz.targets.wire_messages import with_changed_value
-from iskander.control.shared_regions import (
+from iskander.errors import IskanderError, MalformedInput
+from iskander.foundation.decoders import DECODE_ERRORS
+from iskander.gateway.protocols.flight.codec import ParsedBatch, StreamCodec
+from iskander.gateway.protocols.flight.data import data_head
+from iskander.gateway.protocols.flight.plan import Plan
+from iskander.gateway.protocols.flight.shared_memory import SharedCodec
+from iskander.interprocess.control.shared_regions import (
     BodyLocation,
     RegionGrant,
     RegionRequest,
@@ -24,13 +30,7 @@ from iskander.control.shared_regions import (
     read_body_location,
     read_region_request,
 )
-from iskander.decoders import DECODE_ERRORS
-from iskander.errors import IskanderError, MalformedInput
-from iskander.memory.client_segment import ClientSegment
-from iskander.protocols.flight.codec import ParsedBatch, StreamCodec
-from iskander.protocols.flight.data import data_head
-from iskander.protocols.flight.plan import Plan
-from iskander.protocols.flight.shared_memory import SharedCodec
+from iskander.interprocess.memory.client_segment import ClientSegment
 
 ITERATIONS = 1000
 REGION_BYTES = 8192

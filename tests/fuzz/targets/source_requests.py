@@ -16,11 +16,11 @@ import msgspec
 
 from fuzz import mutation
 from iskander.errors import IskanderError, MalformedInput, ProtocolError, TicketRejected
-from iskander.scoring.filters import parse_filter
-from iskander.source_reader.parts import Part, decode_part, encode_part
-from iskander.sources.messages import HEAD, Kind, read_error, read_head
-from iskander.sources.query import read_query
-from iskander.sources.tickets import MAC_BYTES, MAGIC, Ticket, read_ticket, sign_ticket
+from iskander.gateway.sources.messages import HEAD, Kind, read_error, read_head
+from iskander.gateway.sources.query import read_query
+from iskander.gateway.sources.tickets import MAC_BYTES, MAGIC, Ticket, read_ticket, sign_ticket
+from iskander.lake.filters import parse_filter
+from iskander.lake.reader.parts import Part, decode_part, encode_part
 
 ITERATIONS = 1500
 KEY = bytes(range(32))

@@ -17,11 +17,11 @@ import msgspec
 import pyarrow as pa
 
 from fuzz import mutation
-from iskander.repository.load_intents import FOLDER as INTENTS
-from iskander.repository.load_intents import LoadIntent, LoadIntents
-from iskander.scoring.errors import JobConflict
-from iskander.scoring.journal import JOURNAL, Finished, _read
-from iskander.scoring.plan import Plan, canonical, decode_plan, encode_plan, unit
+from iskander.gateway.repository.load_intents import FOLDER as INTENTS
+from iskander.gateway.repository.load_intents import LoadIntent, LoadIntents
+from iskander.lake.errors import JobConflict
+from iskander.lake.journal import JOURNAL, Finished, _read
+from iskander.lake.plan import Plan, canonical, decode_plan, encode_plan, unit
 
 ITERATIONS = 800
 FOLDER = tempfile.TemporaryDirectory(prefix="isk-fuzz-")

@@ -14,8 +14,8 @@ import msgspec
 
 from fuzz import mutation
 from iskander.errors import MalformedInput, Unsupported
-from iskander.protocols.oip.terms import parse_terms
-from iskander.protocols.terms import ClientTerms, read_headers, read_metadata
+from iskander.gateway.protocols.oip.terms import parse_terms
+from iskander.gateway.protocols.terms import ClientTerms, read_headers, read_metadata
 
 ITERATIONS = 4000
 NAMES = list(ClientTerms.__struct_fields__)

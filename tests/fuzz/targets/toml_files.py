@@ -12,9 +12,9 @@ from random import Random
 from typing import Any
 
 from fuzz import engine, mutation
-from iskander.auth.tokens import read_tokens
 from iskander.contract.manifest import read_manifest
 from iskander.errors import ConfigError, ManifestError
+from iskander.gateway.auth.tokens import read_tokens
 
 ITERATIONS = 600
 FOLDER = tempfile.TemporaryDirectory(prefix="isk-fuzz-")

@@ -13,7 +13,7 @@ from opentelemetry.trace import SpanContext, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from fuzz import mutation
-from iskander.protocols.trace_context import PARENT, STATE, context_of_headers
+from iskander.gateway.protocols.trace_context import PARENT, STATE, context_of_headers
 
 ITERATIONS = 2000
 CHARACTERS_MAX = 512

@@ -14,11 +14,11 @@ import msgspec
 from fuzz import mutation
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
-from iskander.control import messages as wire
-from iskander.control.attach import read_hello
-from iskander.decoders import DECODE_ERRORS
 from iskander.errors import ProtocolError
-from iskander.varint import encode_varint, read_varint
+from iskander.foundation.decoders import DECODE_ERRORS
+from iskander.foundation.varint import encode_varint, read_varint
+from iskander.interprocess.control import messages as wire
+from iskander.interprocess.control.attach import read_hello
 
 ITERATIONS = 4000
 DECODERS: tuple[Any, ...] = (

@@ -21,7 +21,7 @@ from support.zmtp import Peer
 
 from fuzz import engine, mutation
 from fuzz.serving import LOOP
-from iskander.transport.zmtp import frames
+from iskander.gateway.transport.zmtp import frames
 
 ITERATIONS = 400
 LIMITS = (" bytes, limit ", "message of more than")

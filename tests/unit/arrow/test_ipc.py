@@ -12,15 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from iskander.arrow import ipc
-from iskander.arrow.types import (
-    BFloat16,
-    Extent,
-    as_tensor,
-    extent,
-    levels,
-    plain_of,
-    to_arrow,
-)
+from iskander.arrow.types import BFloat16, Extent, as_tensor, extent, levels, plain_of, to_arrow
 from iskander.contract.tensors import ALIGNMENT
 from iskander.errors import MalformedInput
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from iskander.cli.bench_output import render
-from iskander.clock import NS_PER_MS
-from iskander.load_generator.figures import Answer, figures_of
-from iskander.load_generator.schedule import Load
+from iskander.cli.load_generator.figures import Answer, figures_of
+from iskander.cli.load_generator.schedule import Load
+from iskander.foundation.clock import NS_PER_MS
 
 
 def text_of(cpu: float) -> str:

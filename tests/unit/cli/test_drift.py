@@ -19,8 +19,13 @@ from iskander.cli.command import UsageError
 from iskander.cli.drift_recording import _send
 from iskander.cli.main import build_parser
 from iskander.client import ModelDescription
-from iskander.drift.report import ColumnDrift, DriftReport, ModelDrift, SideSummary
 from iskander.errors import ConfigError
+from iskander.gateway.observation.drift_report import (
+    ColumnDrift,
+    DriftReport,
+    ModelDrift,
+    SideSummary,
+)
 
 COLUMNS = (
     ColumnDrift(

@@ -11,7 +11,7 @@ import pytest
 
 from iskander.cli import score
 from iskander.cli.main import build_parser
-from iskander.client.retry import Attempts, Deadline, RetryBudget
+from iskander.client.calls.retry import Attempts, Deadline, RetryBudget
 from iskander.errors import NotReady
 
 STREAMS = 64

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pytest
 
-from iskander.client import AsyncClient, Client, aio, aio_stream, cancellation
+from iskander.client import AsyncClient, Client, aio, aio_stream
+from iskander.client.calls import cancellation
 from iskander.errors import (
     Cancelled,
     ConfigError,

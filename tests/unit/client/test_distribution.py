@@ -13,7 +13,7 @@ CLIENT = client_copy.build_client()
 THIRD_PARTY = {"pyarrow", "stamina", "numpy"}
 OPTIONAL = {"opentelemetry"}
 """Imported only if the caller has imported it."""
-SERVER_ONLY = {"iskander.client.shared_memory"}
+SERVER_ONLY = {"iskander.client.calls.shared_memory"}
 """Late imports of modules that the distribution lacks: shared memory needs msgspec and memfd."""
 LOADED = """
 loaded = [name for name, module in sys.modules.items() if module is not None]
@@ -45,9 +45,9 @@ def test_imports_of_the_server_are_only_those_of_shared_memory() -> None:
 
 def test_every_client_module_but_shared_memory_is_in_the_distribution() -> None:
     folder = CLIENT.ROOT / "iskander" / "client"
-    files = {path.relative_to(CLIENT.ROOT).as_posix() for path in folder.glob("*.py")}
+    files = {path.relative_to(CLIENT.ROOT).as_posix() for path in folder.rglob("*.py")}
 
-    assert files - set(CLIENT.modules().values()) == {"iskander/client/shared_memory.py"}
+    assert files - set(CLIENT.modules().values()) == {"iskander/client/calls/shared_memory.py"}
 
 
 def test_imports_in_functions_and_for_type_checkers_do_not_count(

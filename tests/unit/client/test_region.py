@@ -21,19 +21,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iskander.auth.shares import IDLE_NS
-from iskander.client.shared_memory import Region, _free_start
-from iskander.client.sharing import WORTH_BYTES, can_share
+from iskander.client.calls.shared_memory import Region, _free_start
+from iskander.client.calls.sharing import WORTH_BYTES, can_share
 from iskander.config.schema import ServerConfig, SharedMemoryConfig
-from iskander.control.shared_regions import (
-    RegionGrant,
-    RegionRequest,
-    encode,
-    read_body_location,
-    read_region_request,
-    request_region,
-    send_region,
-)
 from iskander.errors import (
     ConfigError,
     IskanderError,
@@ -43,10 +33,20 @@ from iskander.errors import (
     SegmentError,
     Unsupported,
 )
-from iskander.memory.client_segment import ClientSegment, SegmentRange
-from iskander.protocols.flight import regions as server_regions
-from iskander.protocols.flight.regions import RegionServer
-from iskander.transport.local_listener import GREETINGS_MAX
+from iskander.gateway.auth.shares import IDLE_NS
+from iskander.gateway.protocols.flight import regions as server_regions
+from iskander.gateway.protocols.flight.regions import RegionServer
+from iskander.gateway.transport.local_listener import GREETINGS_MAX
+from iskander.interprocess.control.shared_regions import (
+    RegionGrant,
+    RegionRequest,
+    encode,
+    read_body_location,
+    read_region_request,
+    request_region,
+    send_region,
+)
+from iskander.interprocess.memory.client_segment import ClientSegment, SegmentRange
 
 KIB = 1024
 TIMEOUT_S = 5.0

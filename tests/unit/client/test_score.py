@@ -12,11 +12,11 @@ import pyarrow as pa
 import pytest
 
 from iskander.client import client as client_module
+from iskander.client.calls.connection import Headers
 from iskander.client.client import CACHED_MAX, Client
-from iskander.client.connection import Headers
 from iskander.client.slicing import ROWS_MIN
-from iskander.clock import NS_PER_MS
 from iskander.errors import ConfigError, ContractError, LimitExceeded, NotReady
+from iskander.foundation.clock import NS_PER_MS
 
 BFLOAT16 = {"ARROW:extension:name": "iskander.bfloat16"}
 

@@ -9,9 +9,9 @@ import pytest
 from iskander.config.drift import DriftConfig
 from iskander.config.loader import load_config
 from iskander.config.schema import Config
-from iskander.drift import installed
 from iskander.errors import ConfigError
-from iskander.observer.drift import references_folder
+from iskander.gateway.observation import drift_installed as installed
+from iskander.sampling.drift_consumer import references_folder
 
 
 def load(folder: Path, drift: str, share: float) -> Config:

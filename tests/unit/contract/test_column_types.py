@@ -23,11 +23,11 @@ from iskander.contract.compile import compile_contract
 from iskander.contract.dtypes import BY_ARROW
 from iskander.contract.graph import Dimension, Graph, GraphTensor
 from iskander.contract.manifest import InputColumn, Manifest, OutputColumn, Passthrough
-from iskander.contract.strings import split_strings
+from iskander.contract.processing.strings import split_strings
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError, IskanderError, LimitExceeded, ManifestError
-from iskander.protocols.flight.codec import ParsedBatch, StreamCodec
-from iskander.protocols.flight.plan import Plan
+from iskander.gateway.protocols.flight.codec import ParsedBatch, StreamCodec
+from iskander.gateway.protocols.flight.plan import Plan
 
 LIMITS = LimitsConfig()
 OUTPUT = OutputColumn(tensor="y", column="y", type="float32")

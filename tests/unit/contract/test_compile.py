@@ -22,6 +22,7 @@ from iskander.contract.column_types import (
 )
 from iskander.contract.compile import compile_contract, derive_manifest
 from iskander.contract.dtypes import BY_ARROW, DTYPES
+from iskander.contract.formats.render import render_manifest
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.manifest import (
     MANIFEST_BYTES_MAX,
@@ -32,7 +33,6 @@ from iskander.contract.manifest import (
     model_file,
     read_manifest,
 )
-from iskander.contract.render import render_manifest
 from iskander.contract.tensors import (
     ALIGNMENT,
     STRING_BYTES,
@@ -42,7 +42,7 @@ from iskander.contract.tensors import (
     require_output_space,
 )
 from iskander.errors import ManifestError
-from iskander.memory.arena import GRAIN_BYTES, Arena, usable_bytes
+from iskander.interprocess.memory.arena import GRAIN_BYTES, Arena, usable_bytes
 
 Shape = tuple[int | str | None, ...]
 

@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from iskander.cli.sample import Sample, explain, manifest_for, read_sample
+from iskander.cli.startup.sample import Sample, explain, manifest_for, read_sample
 from iskander.contract.compile import compile_contract
+from iskander.contract.formats.manifest_schema import TABLES, keys_of, manifest_schema
+from iskander.contract.formats.mlflow import manifest_of_signature
+from iskander.contract.formats.render import render_entries
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.manifest import InputColumn, Manifest
-from iskander.contract.manifest_schema import TABLES, keys_of, manifest_schema
-from iskander.contract.mlflow import manifest_of_signature
 from iskander.contract.outputs import OutputColumn
-from iskander.contract.render import render_entries
 from iskander.errors import ManifestError
 
 GRAPH = Graph(

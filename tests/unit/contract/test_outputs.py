@@ -11,11 +11,11 @@ import pytest
 
 from iskander.contract.column_types import RANK_MAX
 from iskander.contract.compile import compile_contract
+from iskander.contract.formats.render import render_manifest
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.labels import LABELS_BYTES_MAX, read_labels
 from iskander.contract.manifest import Manifest, read_manifest
-from iskander.contract.postprocess import RESULTS_MAX
-from iskander.contract.render import render_manifest
+from iskander.contract.processing.postprocess import RESULTS_MAX
 from iskander.contract.result_types import leaves_of, parse_result_type
 from iskander.contract.tensors import Contract
 from iskander.errors import ManifestError

@@ -24,7 +24,7 @@ from iskander.errors import (
     NotReady,
     RuntimeDiffers,
 )
-from iskander.scoring.rows import ErrorBudget, TooManyErrors
+from iskander.lake.rows import ErrorBudget, TooManyErrors
 
 FIRST, SECOND = Addresses("own:1", ("b:1",)), Addresses("own:2", ("b:1",))
 GONE = ConnectionFailed("gone")

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from iskander.clock import NS_PER_S
 from iskander.config.models import ModelConfig
 from iskander.config.schema import Config, LimitsConfig, ServerConfig
 from iskander.errors import ConfigError
+from iskander.foundation.clock import NS_PER_S
 from iskander.gateway.child import ChildProcess
 from iskander.gateway.child_settings import fixed, read_settings, write_settings
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from iskander.config.models import ModelConfig
 from iskander.config.schema import Config, LimitsConfig, ServerConfig
 from iskander.errors import ConfigError, Draining, Overloaded
-from iskander.file_watcher import ReloadStatus
+from iskander.foundation.file_watcher import ReloadStatus
 from iskander.gateway import operation
 from iskander.gateway.operation import Operation
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from iskander.clock import NS_PER_MS, now_ns
+from iskander.foundation.clock import NS_PER_MS, now_ns
 from iskander.gateway import systemd
 
 

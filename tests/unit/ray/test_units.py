@@ -10,13 +10,13 @@ import pytest
 
 from iskander.engines.addresses import Addresses
 from iskander.errors import Cancelled, ContractError, NotReady
+from iskander.lake.journal import Finished
+from iskander.lake.plan import unit
+from iskander.lake.rows import ErrorBudget, TooManyErrors
+from iskander.lake.run.report import Counters
+from iskander.lake.sinks.writing import Staged
 from iskander.ray import units
 from iskander.ray.units import RayUnits, RemoteUnit
-from iskander.scoring.journal import Finished
-from iskander.scoring.plan import unit
-from iskander.scoring.report import Counters
-from iskander.scoring.rows import ErrorBudget, TooManyErrors
-from iskander.scoring.sinks.writing import Staged
 
 UNIT = unit(0, {"n": 0}, rows=4, bytes=32)
 NONE, OWN = Addresses(None, ()), Addresses("unix:/s", ("h:1",))

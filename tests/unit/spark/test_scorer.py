@@ -15,7 +15,7 @@ import pytest
 
 from iskander.client import ModelDescription
 from iskander.errors import ConfigError, ContractError
-from iskander.scoring.rows import ErrorBudget, TooManyErrors
+from iskander.lake.rows import ErrorBudget, TooManyErrors
 from iskander.spark import Scorer, scorer
 
 FIELDS = {"id": "string", "x": "long", "other": "variant"}

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from iskander_worker import backends
-from iskander_worker.arrays import ArrayBatch
 from iskander_worker.backends import Arrays, Run, load_model
+from iskander_worker.batches.arrays import ArrayBatch
 from support import models
 from support.fake_device import FakeDevice
 from support.scripted import model_spec
 
 from iskander.contract.column_types import ColumnType
 from iskander.contract.graph import Graph
-from iskander.contract.rows import RowCopier
+from iskander.contract.processing.rows import RowCopier
 from iskander.contract.tensors import TensorSpec
 from iskander.errors import Cancelled, ContractError, ExecutionFailed, ManifestError
 

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from iskander_worker.backends import Run, python
+from iskander_worker.batches.record_batches import from_batch, to_batch
 from iskander_worker.loading.weight_files import inspect_safetensors, load_safetensors
-from iskander_worker.record_batches import from_batch, to_batch
 from safetensors.numpy import save_file
 from support.scripted import model_spec
 

@@ -28,11 +28,11 @@ from support.scripted import model_spec
 
 from iskander.contract.column_types import ColumnType
 from iskander.contract.graph import Graph, GraphTensor
-from iskander.contract.rows import RowCopier
+from iskander.contract.processing.rows import RowCopier
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
-from iskander.control.messages import Execute, LoadFailed, Slice
 from iskander.errors import ExecutionFailed
-from iskander.memory.segment import Segment
+from iskander.interprocess.control.messages import Execute, LoadFailed, Slice
+from iskander.interprocess.memory.segment import Segment
 
 CONTRACT = Contract(
     (

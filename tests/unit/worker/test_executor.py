@@ -10,9 +10,9 @@ from iskander_worker.backends import Run
 from iskander_worker.executor import BINDING_BYTES_MAX, Executor
 from support.lanes import CONTRACT
 
-from iskander.contract.rows import RowCopier
-from iskander.control.messages import Execute, Slice
-from iskander.memory.segment import Segment
+from iskander.contract.processing.rows import RowCopier
+from iskander.interprocess.control.messages import Execute, Slice
+from iskander.interprocess.memory.segment import Segment
 
 ROWS = 4
 

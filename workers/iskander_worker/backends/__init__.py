@@ -25,8 +25,8 @@ import numpy as np
 from iskander.contract.graph import Graph
 from iskander.contract.manifest import Manifest, read_manifest
 from iskander.contract.tensors import Contract
-from iskander.control.messages import ModelSpec
 from iskander.errors import ManifestError
+from iskander.interprocess.control.messages import ModelSpec
 
 ENTRY_POINTS = "iskander.backends"
 BUILT_IN = {

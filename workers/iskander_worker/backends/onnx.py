@@ -18,17 +18,17 @@ import onnxruntime as ort
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.manifest import model_file
 from iskander.contract.tensors import Contract
-from iskander.control.messages import ModelSpec
 from iskander.errors import ExecutionFailed, ManifestError, utf8_problem
+from iskander.interprocess.control.messages import ModelSpec
 from iskander_worker import backends
 from iskander_worker.backends import Arrays, Run
 from iskander_worker.backends.onnx_binding import BFLOAT16, Binding, options_of
 from iskander_worker.backends.onnx_device import OnnxLauncher, has_graphs
+from iskander_worker.batches.tensors import error_text
 from iskander_worker.devices.cuda import Device, DriverError, idle, open_device
 from iskander_worker.loading import engines
 from iskander_worker.loading.measurement import Measurement
 from iskander_worker.loading.opener import ModelSource, open_model
-from iskander_worker.tensors import error_text
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",

@@ -13,7 +13,7 @@ import onnxruntime as ort
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ExecutionFailed
 from iskander_worker.backends import Run
-from iskander_worker.tensors import error_text, fits_rows, memory, packed, shape_error
+from iskander_worker.batches.tensors import error_text, fits_rows, memory, packed, shape_error
 
 BFLOAT16: Final = 16
 """ONNX type number."""

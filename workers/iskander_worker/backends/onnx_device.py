@@ -20,8 +20,8 @@ from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ExecutionFailed
 from iskander_worker.backends import Run
 from iskander_worker.backends.onnx_binding import element_of
+from iskander_worker.batches.tensors import error_text, fits_rows, shape_error
 from iskander_worker.devices.cuda import Device, capture_lock
-from iskander_worker.tensors import error_text, fits_rows, shape_error
 
 NO_GRAPH: Final = -1
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import msgspec
 
-from iskander.clock import now_ns
 from iskander.contract.backend_manifest import PipelineStep
 from iskander.contract.manifest import model_file, read_manifest
 from iskander.contract.paths import path_inside
-from iskander.contract.pipelines import ConnectedSteps, StepNames, connect_steps
-from iskander.control.messages import ModelSpec
+from iskander.contract.processing.pipelines import ConnectedSteps, StepNames, connect_steps
 from iskander.errors import Cancelled, ExecutionFailed, IskanderError, ManifestError
+from iskander.foundation.clock import now_ns
+from iskander.interprocess.control.messages import ModelSpec
 from iskander_worker.backends import Arrays, Model, Run, load_model
 
 

@@ -26,11 +26,11 @@ import numpy as np
 from iskander.contract.backend_manifest import PythonSection
 from iskander.contract.compile import declared_graph
 from iskander.contract.paths import path_inside
-from iskander.control.messages import ModelSpec
 from iskander.errors import Cancelled, ExecutionFailed, IskanderError, ManifestError
+from iskander.interprocess.control.messages import ModelSpec
 from iskander_worker.backends import Arrays, Run, require_manifest
+from iskander_worker.batches.record_batches import from_batch, to_batch
 from iskander_worker.loading.weight_files import load_safetensors
-from iskander_worker.record_batches import from_batch, to_batch
 
 MESSAGE_CHARACTERS = 500
 

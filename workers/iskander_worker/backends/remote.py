@@ -23,8 +23,6 @@ from iskander.contract.compile import compile_contract, declared_graph, derive_m
 from iskander.contract.graph import Graph
 from iskander.contract.labels import read_labels
 from iskander.contract.manifest import Manifest
-from iskander.control.identity import ORIGIN
-from iskander.control.messages import ModelSpec
 from iskander.errors import (
     IskanderError,
     ManifestError,
@@ -32,6 +30,8 @@ from iskander.errors import (
     RemoteNotReady,
     RemoteTimeout,
 )
+from iskander.interprocess.control.identity import ORIGIN
+from iskander.interprocess.control.messages import ModelSpec
 from iskander_worker import backends
 from iskander_worker.backends import Arrays, Run, require_manifest
 from iskander_worker.remote.messages import decode_response, encode_request, graph_of, parse

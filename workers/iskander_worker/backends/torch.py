@@ -26,12 +26,12 @@ from iskander.contract.compile import declared_graph
 from iskander.contract.graph import Dimension, Graph, GraphTensor
 from iskander.contract.manifest import Manifest
 from iskander.contract.paths import path_inside
-from iskander.control.messages import ModelSpec
 from iskander.errors import ExecutionFailed, ManifestError
+from iskander.interprocess.control.messages import ModelSpec
 from iskander_worker.backends import Arrays, Run, require_manifest
 from iskander_worker.backends.torch_device import TorchLauncher, allocator_budgets
+from iskander_worker.batches.tensors import error_text
 from iskander_worker.loading.weight_files import inspect_safetensors, load_safetensors
-from iskander_worker.tensors import error_text
 
 ELEMENTS = {
     torch.bool: "tensor(bool)", torch.int8: "tensor(int8)", torch.uint8: "tensor(uint8)",

@@ -19,9 +19,9 @@ import torch
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ExecutionFailed, ManifestError
 from iskander_worker.backends import Run
+from iskander_worker.batches.tensors import error_text
 from iskander_worker.devices.budgets import Budgets
 from iskander_worker.devices.cuda import Device, DriverError, open_device
-from iskander_worker.tensors import error_text
 
 Call = Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]]
 """Inputs in the program's order to results by name; raises `ExecutionFailed`."""

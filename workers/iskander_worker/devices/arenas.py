@@ -9,7 +9,7 @@ Runs on: worker main.
 
 from __future__ import annotations
 
-from iskander.memory.segment import Segment
+from iskander.interprocess.memory.segment import Segment
 from iskander_worker.devices.cuda import Device, DriverError
 
 

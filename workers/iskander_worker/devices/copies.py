@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from iskander.contract.rows import RowCopier
+from iskander.contract.processing.rows import RowCopier
 from iskander.contract.tensors import TensorSpec
-from iskander.control.messages import Slice
+from iskander.interprocess.control.messages import Slice
 
 FREE_COPIES: Final = 16
 """Enqueueing a copy costs some 3 us; gathering 16 slices first costs more than that."""

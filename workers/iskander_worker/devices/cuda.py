@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, Final, Protocol
 
-from iskander.clock import now_ns
+from iskander.foundation.clock import now_ns
 
 LIBRARY: Final = "libcuda.so.1"
 

@@ -18,16 +18,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from iskander.contract.rows import RowCopier
-from iskander.control.messages import Copied, Execute
+from iskander.contract.processing.rows import RowCopier
 from iskander.errors import ExecutionFailed, IskanderError
+from iskander.interprocess.control.messages import Copied, Execute
 from iskander_worker.backends import Run
+from iskander_worker.batches.slices import gather, scatter
+from iskander_worker.batches.tensors import memory
 from iskander_worker.devices.arenas import PageLockedArenas
 from iskander_worker.devices.copies import input_copies, is_direct, output_copies, paddings
 from iskander_worker.devices.cuda import Device, DeviceLost, DriverError, capture_lock
 from iskander_worker.devices.workspace import SLOTS, Launcher
-from iskander_worker.slices import gather, scatter
-from iskander_worker.tensors import memory
 
 if TYPE_CHECKING:
     from iskander_worker.session import Session

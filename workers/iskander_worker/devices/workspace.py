@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
-from iskander.contract.rows import RowCopier
+from iskander.contract.processing.rows import RowCopier
 from iskander.contract.tensors import Contract, body_layout
 from iskander.errors import ExecutionFailed
 from iskander_worker.backends import Run

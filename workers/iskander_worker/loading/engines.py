@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from iskander.contract.graph import Graph
-from iskander.control.messages import ModelSpec
+from iskander.interprocess.control.messages import ModelSpec
 
 PROVIDER = "tensorrt"
 LIBRARY = "libnvinfer.so.10"

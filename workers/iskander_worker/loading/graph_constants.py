@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from iskander.errors import ManifestError
-from iskander.varint import read_varint
+from iskander.foundation.varint import read_varint
 from iskander_worker.loading.onnx_external import read_field
 
 FIELDS_MAX = 1 << 18

@@ -12,8 +12,9 @@ import os
 import threading
 from collections import deque
 
-from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
-from iskander.control.messages import (
+from iskander.errors import IskanderError
+from iskander.foundation.clock import NS_PER_MS, NS_PER_S, now_ns
+from iskander.interprocess.control.messages import (
     Loaded,
     LoadFailed,
     LoadStep,
@@ -21,7 +22,6 @@ from iskander.control.messages import (
     Notice,
     ToGateway,
 )
-from iskander.errors import IskanderError
 from iskander_worker.attachments import Attachment
 from iskander_worker.devices.cuda import DeviceLost
 from iskander_worker.failures import load_error

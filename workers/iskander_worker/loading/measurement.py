@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-from iskander.contract.row_relation import EVIDENCE_CHARACTERS_MAX, Verdict
-from iskander.decoders import thread_safe
+from iskander.contract.processing.row_relation import EVIDENCE_CHARACTERS_MAX, Verdict
 from iskander.errors import shorten
+from iskander.foundation.decoders import thread_safe
 
 
 @thread_safe

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from iskander.errors import ManifestError
-from iskander.varint import read_varint
+from iskander.foundation.varint import read_varint
 
 DEPTH_MAX = 64
 """Nested messages; a model with a loop in a loop in a loop has about twenty."""

@@ -19,18 +19,13 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from iskander import clock
 from iskander.contract.labels import named_files
 from iskander.contract.manifest import model_file, read_manifest
-from iskander.control.messages import ModelSpec
 from iskander.errors import ConfigError, ManifestError
+from iskander.foundation import clock
+from iskander.interprocess.control.messages import ModelSpec
 from iskander_worker.devices.cuda import DriverError, open_device
-from iskander_worker.loading.engines import (
-    PROVIDER,
-    key_parts,
-    needs_engines,
-    tensorrt_version,
-)
+from iskander_worker.loading.engines import PROVIDER, key_parts, needs_engines, tensorrt_version
 from iskander_worker.loading.measurement import Measurement
 from iskander_worker.loading.model_files import (
     ModelFiles,

@@ -25,7 +25,7 @@ from iskander.contract.graph import Graph
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, ExecutionFailed, ManifestError
 from iskander_worker.backends import Arrays, Bound, Run
-from iskander_worker.tensors import fits_rows
+from iskander_worker.batches.tensors import fits_rows
 from iskander_worker.warm_up import from_body, to_body
 
 PATTERNS = (0x55, 0xAA)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from iskander.errors import ManifestError
-from iskander.varint import encode_varint
+from iskander.foundation.varint import encode_varint
 from iskander_worker.loading.onnx_external import read_entry, read_field
 
 ALIGNMENT = 64

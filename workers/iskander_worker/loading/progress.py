@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from iskander.clock import NS_PER_S, now_ns
+from iskander.foundation.clock import NS_PER_S, now_ns
 
 FIRST_S = 10.0
 

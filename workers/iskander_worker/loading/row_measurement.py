@@ -30,11 +30,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from iskander.clock import NS_PER_S, now_ns
-from iskander.contract.row_relation import EVIDENCE_CHARACTERS_MAX, Verdict
+from iskander.contract.processing.row_relation import EVIDENCE_CHARACTERS_MAX, Verdict
+from iskander.contract.processing.tolerance import difference, mismatches, scale_of
 from iskander.contract.tensors import Contract
-from iskander.contract.tolerance import difference, mismatches, scale_of
 from iskander.errors import ContractError, ExecutionFailed, shorten
+from iskander.foundation.clock import NS_PER_S, now_ns
 from iskander_worker.backends import Run
 from iskander_worker.loading.generated_rows import DIGITS, RowGenerator, Values
 from iskander_worker.loading.graph_constants import GraphConstants, constants_of

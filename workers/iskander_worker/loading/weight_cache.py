@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from iskander import clock
-from iskander.decoders import thread_safe
 from iskander.errors import ConfigError, ManifestError
+from iskander.foundation import clock
+from iskander.foundation.decoders import thread_safe
 from iskander_worker.loading.measurement import Measurement
 
 FORMAT = 4

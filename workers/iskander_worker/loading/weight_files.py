@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from iskander.decoders import DECODE_ERRORS, thread_safe
 from iskander.errors import ManifestError
+from iskander.foundation.decoders import DECODE_ERRORS, thread_safe
 
 HEADER_BYTES_MAX = 16 << 20
 RANK_MAX = 16

@@ -19,7 +19,7 @@ from iskander._generated import oip_pb2
 from iskander.contract.dtypes import BY_ONNX
 from iskander.contract.graph import Dimension, Graph, GraphTensor
 from iskander.contract.validation import shape_text
-from iskander.varint import encode_varint, read_varint
+from iskander.foundation.varint import encode_varint, read_varint
 from iskander_worker.remote.tensors import BY_OIP, array_of, array_of_typed, raw_of
 
 _RAW_INPUT: Final = b"\x3a"

@@ -18,7 +18,6 @@ from typing import Any, Final
 import grpc
 
 from iskander import __version__
-from iskander.clock import NS_PER_S, now_ns
 from iskander.contract.backend_manifest import RemoteSection, RemoteTls
 from iskander.errors import (
     Cancelled,
@@ -30,6 +29,7 @@ from iskander.errors import (
     RemoteTimeout,
     RemoteUnavailable,
 )
+from iskander.foundation.clock import NS_PER_S, now_ns
 from iskander_worker.backends import Run
 from iskander_worker.remote.statuses import error_of, target_text
 

@@ -13,8 +13,8 @@ import sys
 
 import msgspec
 
-from iskander.control.messages import Loaded, LoadFailed, ModelSpec, encode
 from iskander.errors import IskanderError
+from iskander.interprocess.control.messages import Loaded, LoadFailed, ModelSpec, encode
 from iskander_worker.failures import load_error
 from iskander_worker.session import Session
 

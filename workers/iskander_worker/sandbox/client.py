@@ -22,9 +22,9 @@ from typing import IO
 
 import msgspec
 
-from iskander import clock
-from iskander.control.messages import LoadingSpec, ModelSpec
-from iskander.decoders import thread_safe
+from iskander.foundation import clock
+from iskander.foundation.decoders import thread_safe
+from iskander.interprocess.control.messages import LoadingSpec, ModelSpec
 from iskander_worker.foreign_interpreter import own_command
 from iskander_worker.loading.engines import needs_engines
 from iskander_worker.loading.measurement import Measurement

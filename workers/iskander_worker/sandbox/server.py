@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from iskander.clock import NS_PER_S, now_ns
-from iskander.control.messages import ModelSpec
 from iskander.errors import IskanderError, ManifestError, shorten
-from iskander.logs import workers as log
-from iskander.logs.stderr import set_up_worker
+from iskander.foundation.clock import NS_PER_S, now_ns
+from iskander.foundation.logs import workers as log
+from iskander.foundation.logs.stderr import set_up_worker
+from iskander.interprocess.control.messages import ModelSpec
 from iskander_worker.affinity import set_library_environment
 from iskander_worker.loading.measurement import Measurement, undecided
 from iskander_worker.loading.weight_cache import MODEL, WEIGHTS

@@ -1,0 +1,1 @@
+"""Commands that read a configuration as a start does, without starting a server."""

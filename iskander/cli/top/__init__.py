@@ -1,0 +1,1 @@
+"""`iskander top`: samples of a server, and the screen that shows them."""

@@ -1,0 +1,1 @@
+"""One call of the client: connection, credentials, retries, regions, errors."""

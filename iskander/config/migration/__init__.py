@@ -1,0 +1,1 @@
+"""Files of earlier releases and of other servers as settings of this one."""

@@ -1,0 +1,1 @@
+"""Contracts in other forms: JSON schema, MLflow signature, text."""

@@ -1,0 +1,1 @@
+"""Parts without knowledge of the product: time, encodings, files, logs, figures."""

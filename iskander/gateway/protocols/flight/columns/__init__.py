@@ -1,0 +1,1 @@
+"""Columns of a batch as inputs of a model, and results as columns."""

@@ -1,0 +1,1 @@
+"""The lane of a model version: admission, queue, policies and batches."""

@@ -1,0 +1,1 @@
+"""Loads of model versions by workers, and models that end them."""

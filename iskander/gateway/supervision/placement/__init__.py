@@ -1,0 +1,1 @@
+"""Processes on cores, NUMA nodes and devices of the machine."""

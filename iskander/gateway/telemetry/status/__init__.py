@@ -1,0 +1,1 @@
+"""State of a server for people: statistics, status, their history."""

@@ -1,0 +1,1 @@
+"""Limits of connections: number, memory, time of the event loop, descriptors."""

@@ -1,0 +1,1 @@
+"""Memory that the gateway and its workers share, and their messages."""

@@ -1,0 +1,270 @@
+"""Planning of a job: columns, matching, units and fingerprint; nothing is scored.
+
+Runs in: the operator's tool, one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import pyarrow as pa
+
+from iskander.client import ModelDescription
+from iskander.client.matching import Matching
+from iskander.client.slicing import slices, whole
+from iskander.errors import ContractError, IskanderError, LimitExceeded
+from iskander.foundation import clock
+from iskander.lake.execution import execution
+from iskander.lake.filters import Filter, parse_filter
+from iskander.lake.job import Job
+from iskander.lake.plan import Plan, fingerprint, limited, model_digest
+from iskander.lake.rows import require_separable
+from iskander.lake.sinks.schemas import check_columns
+from iskander.lake.sources import Source
+from iskander.lake.whole import require_rows, require_whole
+
+WORKERS_S: Final = 30.0
+"""Time for the other workers of a server that is ready to load the model, before a job."""
+DESCRIBE_S: Final = 120.0
+"""Time in which a server that is starting again has to describe the model."""
+_POLL_S: Final = 0.1
+_UNSTABLE: Final = (
+    "ready", "versions", "aliases", "limits", "max_batch_rows", "runtimes", "all_runtimes", "rows",
+)  # fmt: skip
+"""Keys of a contract that say nothing about the model itself; see `execution` for some."""
+
+
+class ScoringClient(Protocol):
+    """The calls of `Client` that a job uses."""
+
+    def model(self, name: str, *, version: str | None = None) -> Any:  # noqa: ANN401
+        """Describe a model."""
+
+    def stream(
+        self,
+        model: str,
+        batches: Any,  # noqa: ANN401
+        *,
+        version: str | None = None,
+        terms: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Score batches; raise the first error."""
+
+    def outcomes(
+        self,
+        model: str,
+        batches: Any,  # noqa: ANN401
+        *,
+        version: str | None = None,
+        terms: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Score batches; yield errors of batches."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what its units need.
+
+    Attributes:
+        plan: The plan.
+        description: Description of the model.
+        filter: Condition of the rows.
+        read: Columns that are read, in the order of the input.
+        kept: Columns of the input in the output.
+        matching: Mapping of the read columns to the model's inputs.
+        sent: Columns that are matched.
+        output: Columns of the output.
+    """
+
+    plan: Plan
+    description: ModelDescription
+    filter: Filter | None
+    read: pa.Schema
+    kept: tuple[str, ...]
+    matching: Matching
+    sent: tuple[str, ...]
+    output: pa.Schema
+
+
+def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned:
+    """Plan a job; reads nothing but what `limit` needs.
+
+    Args:
+        job: The job.
+        source: Its input.
+        description: Description of the pinned version of the model.
+
+    Raises:
+        ConfigError: A column of an option does not exist, or `on_error` does not fit the model.
+        ContractError: The input does not match the model, two output columns have one name, or the
+            model takes all rows in one request and the source has them in parts.
+        FilterError: The filter is not valid for the input.
+        LimitExceeded: The model takes all rows in one request, and there are too many.
+    """
+    schema = source.schema
+    condition = parse_filter(job.filter) if job.filter is not None else None
+    if condition is not None:
+        condition.expression(schema)
+    require_separable(job.on_error, description)
+    require_whole(source, description)
+    if job.keep is not None:
+        check_columns("keep", job.keep, schema)
+    kept = tuple(job.keep) if job.keep is not None else tuple(schema.names)
+    results = description.output_schema
+    twice = [name for name in kept if name in results.names]
+    if twice:
+        raise ContractError(
+            f"column {twice[0]!r} is in the input and a result of model `{description.name}`; "
+            "choose other columns with --keep",
+            column=twice[0],
+        )
+    wanted = {
+        _top(job.columns.get(name, name), schema)
+        for name in (*description.input_types, *description.ranked_within)
+        if name
+    }
+    sent = tuple(dict.fromkeys(name for name in schema.names if name in wanted))
+    matching = Matching(
+        description, pa.schema([schema.field(name) for name in sent]), columns=job.columns
+    )
+    is_all = job.quarantine is not None
+    read = pa.schema([each for each in schema if is_all or each.name in {*kept, *sent}])
+    output = pa.schema(
+        [schema.field(name) for name in kept] + [each.with_nullable(True) for each in results]
+    )
+    units = limited(source.units(), job.limit, lambda unit: source.count(unit, condition))
+    if condition is None and units[0].rows is not None:
+        require_rows(description, units[0].rows)
+    digest = model_digest(identity(description))
+    options = job.fingerprinted() | execution(description)
+    plan = Plan(
+        units=tuple(units),
+        fingerprint=fingerprint(
+            model=description.name,
+            version=description.version,
+            digest=digest,
+            contract=identity(description),
+            output_columns=output.names,
+            options=options,
+            snapshot=source.snapshot,
+        ),
+        model=description.name,
+        version=description.version,
+        digest=digest,
+        snapshot=source.snapshot,
+        schema=schema,
+        values=options,
+    )
+    return Planned(plan, description, condition, read, kept, matching, sent, output)
+
+
+def identity(description: ModelDescription) -> dict[str, Any]:
+    """What results depend on: the contract of a model version, and the hash of its files."""
+    return {k: v for k, v in description.metadata.items() if k not in _UNSTABLE}
+
+
+def _top(name: str, schema: pa.Schema) -> str:
+    """Column of an input: the struct `a` for `a.b`, unless a column has that name."""
+    return name if name in schema.names else name.partition(".")[0]
+
+
+def csv_types(job: Job, description: ModelDescription) -> dict[str, pa.DataType]:
+    """Types for columns of CSV files: those of the model's inputs."""
+    inputs = description.input_schema
+    return {
+        job.columns.get(name, name): inputs.field(name).type
+        for name in description.input_types
+        if name in inputs.names and not pa.types.is_nested(inputs.field(name).type)
+    }
+
+
+def cut(batch: pa.RecordBatch, description: ModelDescription) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a matched batch in the batches of one call each.
+
+    They are within the limits of the server, and within a worker's batch, so that the server does
+    not cut them by its load. A model that ranks the rows of a batch has them together.
+
+    Raises:
+        LimitExceeded: One row alone exceeds a limit, or the rows must not be cut and exceed one.
+        ContractError: The batches of such rows cannot be joined.
+    """
+    limits = description.limits
+    rows_max = limits["rows"]
+    if description.is_whole:
+        try:
+            batch = whole(
+                [batch],
+                rows_max=rows_max,
+                bytes_max=limits["bytes"],
+                string_bytes_max=limits["string_bytes"],
+            )
+        except LimitExceeded as error:
+            raise description.whole_error(error) from None
+        return iter([batch])
+    if not description.ranked_within:
+        rows_max = min(rows_max, description.max_batch_rows)
+    return slices(
+        [batch],
+        rows_max=rows_max,
+        bytes_max=limits["bytes"],
+        string_bytes_max=limits["string_bytes"],
+        rows_min=0,
+    )
+
+
+def score_first(
+    job: Job, planned: Planned, source: Source, client: ScoringClient
+) -> tuple[int, float] | None:
+    """Score the first batch that a job sends; return its rows and seconds, or None without rows."""
+    plan = planned.plan
+    batches = source.read(plan.units[0], planned.read.names, planned.filter, job.batch_rows)
+    batch = next(batches, None)
+    if batch is None:
+        return None
+    matched = planned.matching.apply(batch.select(planned.sent))
+    sent = next(cut(matched, planned.description))
+    started_ns = clock.now_ns()
+    for _ in client.stream(plan.model, [sent], version=plan.version):
+        pass
+    return sent.num_rows, (clock.now_ns() - started_ns) / clock.NS_PER_S
+
+
+def describe(
+    client: ScoringClient,
+    name: str,
+    version: str | None,
+    *,
+    within_s: float = DESCRIBE_S,
+    workers_s: float = 0.0,
+    is_ended: Callable[[], bool] = bool,
+) -> ModelDescription:
+    """Describe a model; wait for a server that starts again.
+
+    Args:
+        client: Client of the server.
+        name: Name of the model.
+        version: Version or alias; None: that of the server's routing.
+        within_s: Time for the server to answer.
+        workers_s: Time for all kinds of workers to load the model, after the first one. Those with
+            another number of cores or another device run it differently.
+        is_ended: Whether to wait no longer.
+
+    Raises:
+        IskanderError: There is no such model, or no answer before the deadline.
+    """
+    begun_ns = clock.now_ns()
+    deadline_ns = begun_ns + int(within_s * clock.NS_PER_S)
+    workers_ns = begun_ns + int(workers_s * clock.NS_PER_S)
+    while True:
+        try:
+            description: ModelDescription = client.model(name, version=version).description
+            is_whole = description.metadata.get("all_runtimes", True)
+            if is_whole or clock.now_ns() > workers_ns or is_ended():
+                return description
+        except IskanderError as error:
+            if not error.retryable or clock.now_ns() > deadline_ns or is_ended():
+                raise
+        clock.pause_s(_POLL_S)

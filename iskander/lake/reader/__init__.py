@@ -1,0 +1,1 @@
+"""Process that plans and reads sources for the gateway, with parts of `iskander.lake`."""

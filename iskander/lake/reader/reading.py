@@ -1,0 +1,108 @@
+"""Read of a part: files -> model -> Arrow IPC messages.
+
+Runs in: reader processes, main thread and those of `UnitRun`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import pyarrow as pa
+
+from iskander.client import Client
+from iskander.client.model import read_description
+from iskander.gateway.sources.messages import BATCH_BYTES, Kind, ReadRequest
+from iskander.lake.job import STREAM
+from iskander.lake.plan import Unit
+from iskander.lake.planning import plan_job
+from iskander.lake.reader.confined import opened_root
+from iskander.lake.reader.parts import decode_part
+from iskander.lake.reader.planning import answer_schema, scoring_job
+from iskander.lake.rows import ErrorBudget
+from iskander.lake.run.report import Counters
+from iskander.lake.run.unit_run import Shared, UnitRun
+from iskander.lake.sinks.schemas import conformed
+from iskander.lake.sinks.writing import Staged
+from iskander.lake.sources.base import FrozenSource
+from iskander.lake.sources.reading import FileReader
+
+PRIORITY: Final = 9
+"""Below all clients that set none: a scan does not delay them."""
+CLIENT_CHARACTERS_MAX: Final = 128
+_PREFIX_BYTES: Final = 8
+"""Of an encapsulated message: a mark, and the length of the metadata."""
+
+Send = Callable[[Kind, int, memoryview, memoryview], None]
+
+
+def read(request: ReadRequest, client: Client, send: Send) -> None:
+    """Read and score a part, and send its schema and batches.
+
+    Args:
+        request: The part.
+        client: Client of the gateway.
+        send: Sends a frame: kind, rows, metadata and body.
+
+    Raises:
+        SourceChanged: A file is not the one of the ticket.
+        IskanderError: The files cannot be read, or the model fails.
+    """
+    part = decode_part(request.part)
+    description = read_description(request.contract)
+    files, _ = opened_root(request.source, request.root)
+    unit = part.unit
+    schema = pa.ipc.read_schema(pa.py_buffer(part.schema))
+    source = FrozenSource(schema, {}, [unit], FileReader(part.format, schema, [files]))
+    job = scoring_job(description.name, part.filter, part.keep)
+    planned = plan_job(job, source, description)
+    answer = answer_schema(planned.output, part.columns)
+    shared = Shared(
+        job=job,
+        planned=planned,
+        source=source,
+        stager=_Sender(answer, send),
+        client=client,
+        counters=Counters(),
+        budget=ErrorBudget(),
+        quarantine=None,
+        on_rows=lambda rows: None,
+        terms={
+            "client": f"source-{request.source}"[:CLIENT_CHARACTERS_MAX],
+            "priority": PRIORITY,
+            "read": request.read,
+        },
+    )
+    send(Kind.SCHEMA, 0, *_split(answer.serialize()))
+    UnitRun(shared, unit).run()
+
+
+class _Sender:
+    """Stager that sends the results of a unit; see `Stager`."""
+
+    def __init__(self, answer: pa.Schema, send: Send) -> None:
+        self._answer = answer
+        self._send = send
+
+    def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
+        rows = size = 0
+        for batch in batches:
+            answer = conformed(batch.select(self._answer.names), self._answer)
+            for part in _cut(answer):
+                self._send(Kind.BATCH, part.num_rows, *_split(part.serialize()))
+            rows, size = rows + batch.num_rows, size + answer.nbytes
+        return Staged(unit.index, STREAM, rows, size)
+
+
+def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Cut a batch into messages of about `BATCH_BYTES`."""
+    rows = max(batch.num_rows * BATCH_BYTES // max(batch.nbytes, 1), 1)
+    for start in range(0, batch.num_rows, rows):
+        yield batch.slice(start, rows)
+
+
+def _split(message: pa.Buffer) -> tuple[memoryview, memoryview]:
+    """Split an encapsulated IPC message into metadata and body."""
+    view = memoryview(message)
+    end = _PREFIX_BYTES + int.from_bytes(view[4:_PREFIX_BYTES], "little")
+    return view[_PREFIX_BYTES:end], view[end:]

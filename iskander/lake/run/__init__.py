@@ -1,0 +1,1 @@
+"""The run of a job: its units, their flow, the private server, progress and report."""

@@ -1,0 +1,86 @@
+"""Source with a frozen state: the schema, snapshot and units of files and tables.
+
+Runs in: the operator's tool, threads of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import pyarrow as pa
+
+from iskander.lake.filters import Condition, Filter
+from iskander.lake.plan import Unit
+from iskander.lake.sources.reading import COUNT_ROWS, needed_columns, projected, rebatched
+
+
+class UnitReader(Protocol):
+    """Reads the units of one input; used by several threads."""
+
+    def batches(
+        self,
+        unit: Unit,
+        target: pa.Schema,
+        needed: pa.Schema,
+        condition: Condition | None,
+        batch_rows: int,
+    ) -> Iterator[pa.RecordBatch]:
+        """Read the rows of a unit, in batches of any size.
+
+        Args:
+            unit: The unit, with or without `rows_max`.
+            target: Columns of the batches.
+            needed: Columns to read: those of the target and of the filter.
+            condition: Condition of the rows.
+            batch_rows: Rows that the caller takes at a time.
+
+        Raises:
+            SourceChanged: The data is not what was planned.
+        """
+
+
+class FrozenSource:
+    """A source whose schema, snapshot and units are made once; see `Source`.
+
+    Args:
+        schema: Columns.
+        snapshot: State of the input.
+        units: Units in order.
+        reader: Reader of the units.
+    """
+
+    is_resumable = True
+
+    def __init__(
+        self, schema: pa.Schema, snapshot: dict[str, str], units: list[Unit], reader: UnitReader
+    ) -> None:
+        self.schema = schema
+        self.snapshot = snapshot
+        self._units = units
+        self._reader = reader
+
+    def units(self) -> list[Unit]:
+        """Return the units in the order of the inputs and of their files' paths."""
+        return self._units
+
+    def count(self, unit: Unit, filter: Filter | None) -> int:
+        """Count rows of a unit after the filter; reads the columns of the filter only."""
+        if filter is None and unit.rows is not None:
+            return unit.rows
+        columns = filter.columns if filter is not None else self.schema.names[:1]
+        return sum(batch.num_rows for batch in self.read(unit, columns, filter, COUNT_ROWS))
+
+    def read(
+        self, unit: Unit, columns: Sequence[str] | None, filter: Filter | None, batch_rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        """Read a unit; see `Source.read`. Names and types are checked before the first batch."""
+        target = projected(self.schema, columns)
+        condition = filter.condition(self.schema) if filter is not None else None
+        names = needed_columns(target, filter)
+        needed = pa.schema([self.schema.field(name) for name in names])
+        batches = self._reader.batches(unit, target, needed, condition, batch_rows)
+        return rebatched(batches, batch_rows)
+
+    def close(self) -> None:
+        """Nothing stays open between units."""

@@ -1,0 +1,413 @@
+"""Files as input: Parquet, CSV and Arrow IPC, locally and in object stores.
+
+Files are opened once at the plan: for their schema, their state, and the row groups of Parquet. All
+files of a job have one format and one schema. Units join small files and cut large ones between row
+groups (Parquet) or record batches (Arrow IPC).
+
+Runs in: the operator's tool, threads of one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from iskander.errors import SourceError
+from iskander.lake.job import UNIT_BYTES
+from iskander.lake.plan import canonical
+from iskander.lake.sources.base import FrozenSource
+from iskander.lake.sources.parquet import read_footer
+from iskander.lake.sources.places import FILES_MAX, Place, Stamp, expand, locate, opened, unquoted
+from iskander.lake.sources.reading import (
+    COMPRESSIONS,
+    FileReader,
+    HiveValue,
+    Piece,
+    open_csv,
+    packed,
+)
+from iskander.lake.sources.tables import COMMAND, Advice, Tables
+
+FORMATS: Final = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".csv": "csv",
+    ".arrow": "ipc",
+    ".ipc": "ipc",
+    ".feather": "ipc",
+    **{f".csv{end}": "csv" for end in COMPRESSIONS},
+}
+MAGIC: Final = {b"PAR1": "parquet", b"ARROW1": "ipc"}
+HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
+COUNTED_BATCHES_MAX: Final = 4096
+"""Record batches of one Arrow IPC file that are counted at the plan."""
+_THREADS = 16
+_CHUNK = 1024
+_INTEGER = re.compile(r"-?\d{1,18}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file of the input that was not opened yet."""
+
+    filesystem: int
+    path: str
+    hive: Mapping[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A file's state, schema, and groups of rows and bytes; no groups for CSV."""
+
+    stamp: Stamp
+    schema: pa.Schema | None
+    groups: list[tuple[int | None, int]] | None
+
+
+class FileSource(FrozenSource):
+    """Files, globs and folders.
+
+    Args:
+        inputs: Paths, URIs or places; their order is the order of the rows, and files of one input
+            are in the order of their paths.
+        unit_bytes: Approximate bytes of a unit.
+        types: Types for columns of CSV files.
+        plain_files: Read files of a table, such as a Delta table's, as they are; an error else.
+        advice: What that error recommends.
+
+    Raises:
+        SourceError: No files, files of a table, mixed formats, different schemas, or a damaged
+            file.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str | Place],
+        *,
+        unit_bytes: int = UNIT_BYTES,
+        types: Mapping[str, pa.DataType] | None = None,
+        plain_files: bool = False,
+        advice: Advice = COMMAND,
+    ) -> None:
+        places = [locate(each) if isinstance(each, str) else each for each in inputs]
+        found, root_count = _found(places, None if plain_files else Tables(advice))
+        filesystems = [place.filesystem for place in places]
+        format = _common_format(found, filesystems)
+        files = _open_all(found, filesystems, format, dict(types or {}))
+        schema = _common_schema(found, files, is_csv=format == "csv")
+        if format == "csv":
+            schema = _csv_schema(schema)
+        hive_types = _hive_types(found, schema) if root_count else {}
+        for name, kind in hive_types.items():
+            schema = schema.append(pa.field(name, kind))
+        pieces = [
+            piece
+            for each, file in zip(found, files, strict=True)
+            for piece in _pieces(each, file, hive_types)
+        ]
+        super().__init__(
+            schema,
+            _snapshot(format, found, files, schema),
+            packed(pieces, unit_bytes),
+            FileReader(format, schema, filesystems),
+        )
+
+
+def _found(places: Sequence[Place], tables: Tables | None) -> tuple[list[_Found], int]:
+    """List the files of all inputs, and the number of inputs with hive folders."""
+    found: list[_Found] = []
+    seen: set[tuple[str, str]] = set()
+    hive_inputs = 0
+    for index, place in enumerate(places):
+        infos, root = expand(place, None if tables is None else tables.note)
+        if tables is not None:
+            tables.require_plain(place, (info.path for info in infos))
+        for info in infos:
+            key = (place.prefix, info.path)
+            if key in seen:
+                raise SourceError(
+                    f"{info.path}: two inputs contain this file; its rows would be scored twice",
+                    file=info.path,
+                )
+            seen.add(key)
+            hive = {} if root is None else _hive_values(info.path[len(root) :])
+            found.append(_Found(index, info.path, hive))
+        hive_inputs += any(each.hive for each in found[-len(infos) :])
+    if len(found) > FILES_MAX:
+        raise SourceError(f"{len(found):,} files; a job reads at most {FILES_MAX:,}")
+    return found, hive_inputs
+
+
+def _hive_values(path: str) -> dict[str, str | None]:
+    """Values of the folders `name=value` of a path."""
+    values: dict[str, str | None] = {}
+    for folder in path.split("/")[:-1]:
+        name, mark, text = folder.partition("=")
+        if mark and name:
+            value = unquoted(text)
+            values[unquoted(name)] = None if value == HIVE_NULL else value
+    return values
+
+
+def _common_format(found: Sequence[_Found], filesystems: Sequence[pafs.FileSystem]) -> str:
+    first: tuple[str, str] | None = None
+    for each in found:
+        format = _format(each, filesystems[each.filesystem])
+        if first is None:
+            first = (format, each.path)
+        elif format != first[0]:
+            raise SourceError(
+                f"{each.path} is a file of format {format}, {first[1]} of format {first[0]}; "
+                "a job reads one format",
+                file=each.path,
+            )
+    assert first is not None
+    return first[0]
+
+
+def _format(file: _Found, filesystem: pafs.FileSystem) -> str:
+    """Format of a file: by the end of its name, or else by its first bytes."""
+    name = file.path.rpartition("/")[2].lower()
+    for end, format in FORMATS.items():
+        if name.endswith(end):
+            return format
+    handle, _ = opened(filesystem, file.path)
+    with handle:
+        start = handle.read(8)
+    for magic, format in MAGIC.items():
+        if start.startswith(magic):
+            return format
+    raise SourceError(
+        f"{file.path}: not a Parquet, CSV or Arrow IPC file; use a glob to select files by name "
+        f"({', '.join(FORMATS)})",
+        file=file.path,
+    )
+
+
+def _open_all(
+    found: Sequence[_Found],
+    filesystems: Sequence[pafs.FileSystem],
+    format: str,
+    types: Mapping[str, pa.DataType],
+) -> list[_Opened]:
+    """Open the files on a few threads; files with equal schemas share one object."""
+    schemas: list[pa.Schema] = []
+
+    def shared(file: _Opened) -> _Opened:
+        if file.schema is None:
+            return file
+        for schema in schemas:
+            if file.schema.equals(schema):
+                return _Opened(file.stamp, schema, file.groups)
+        if len(schemas) < _THREADS:
+            schemas.append(file.schema)
+        return file
+
+    def opened_one(each: _Found) -> _Opened:
+        return _open(each.path, filesystems[each.filesystem], format, types)
+
+    files: list[_Opened] = []
+    with ThreadPoolExecutor(_THREADS, "plan") as executor:
+        for start in range(0, len(found), _CHUNK):
+            files += map(shared, executor.map(opened_one, found[start : start + _CHUNK]))
+    return files
+
+
+def _open(
+    path: str, filesystem: pafs.FileSystem, format: str, types: Mapping[str, pa.DataType]
+) -> _Opened:
+    handle, stamp = opened(filesystem, path)
+    with handle:
+        try:
+            if format == "parquet":
+                return _open_parquet(handle, path, stamp)
+            if format == "ipc":
+                return _open_ipc(handle, stamp)
+            if stamp.bytes == 0:
+                return _Opened(stamp, None, None)
+            with open_csv(handle, path, types, None) as reader:
+                return _Opened(stamp, reader.schema, None)
+        except (pa.ArrowException, OSError) as error:
+            detail = "the file is empty" if stamp.bytes == 0 else str(error)
+            raise SourceError(f"{path}: not a valid {format} file: {detail}", file=path) from error
+
+
+def _open_parquet(handle: pa.NativeFile, path: str, stamp: Stamp) -> _Opened:
+    metadata = read_footer(handle, path).metadata
+    groups: list[tuple[int | None, int]] = []
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        groups.append((group.num_rows, group.total_byte_size))
+    # The metadata has sizes before compression; the shares of the file are about the same.
+    total = sum(count for _, count in groups)
+    scale = stamp.bytes / total if total else 0.0
+    scaled = [(rows, int(count * scale)) for rows, count in groups]
+    return _Opened(stamp, _plain(metadata.schema.to_arrow_schema()), scaled)
+
+
+def _open_ipc(handle: pa.NativeFile, stamp: Stamp) -> _Opened:
+    reader = pa.ipc.open_file(handle)
+    schema, count = reader.schema, reader.num_record_batches
+    if not schema.names or count > COUNTED_BATCHES_MAX:
+        rows: list[int | None] = [None] * count
+    else:
+        # One column is enough to count, and most bytes stay unread.
+        handle.seek(0)
+        options = pa.ipc.IpcReadOptions(included_fields=[_smallest(schema)])
+        reader = pa.ipc.open_file(handle, options=options)
+        rows = [reader.get_batch(index).num_rows for index in range(count)]
+    return _Opened(stamp, _plain(schema), [(each, stamp.bytes // count) for each in rows])
+
+
+def _smallest(schema: pa.Schema) -> int:
+    """Index of a column that costs few bytes to read."""
+    widths = [_width(each.type) for each in schema]
+    return widths.index(min(widths))
+
+
+def _width(kind: pa.DataType) -> int:
+    try:
+        return int(kind.bit_width)
+    except ValueError:
+        return 1 << 20
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """Names and types of a schema: no metadata, and each column may have nulls."""
+    return pa.schema([pa.field(each.name, each.type) for each in schema])
+
+
+def _common_schema(found: Sequence[_Found], files: Sequence[_Opened], *, is_csv: bool) -> pa.Schema:
+    """Compare all schemas with the first one; types of CSV files are joined instead.
+
+    Raises:
+        SourceError: A file has other columns or types.
+    """
+    first = first_path = joined = None
+    seen: list[pa.Schema] = []
+    for each, file in zip(found, files, strict=True):
+        if file.schema is None:
+            continue
+        if first is None or joined is None:
+            first, first_path, joined = file.schema, each.path, file.schema
+        elif not any(file.schema is other for other in seen):
+            assert first_path is not None
+            _compare(first, first_path, file.schema, each.path, is_csv=is_csv)
+            if is_csv:
+                joined = pa.unify_schemas([joined, file.schema], promote_options="permissive")
+        if len(seen) < _THREADS:
+            seen.append(file.schema)
+    if joined is None or not joined.names:
+        raise SourceError(f"{found[0].path}: the input has no columns", file=found[0].path)
+    return joined
+
+
+def _compare(
+    first: pa.Schema, first_path: str, other: pa.Schema, path: str, *, is_csv: bool
+) -> None:
+    if other.equals(first):
+        return
+    if len(set(first.names)) != len(first.names):
+        # With two columns of one name, only the position says which is which.
+        pairs = [(each, kind) for each, kind in zip(first, other, strict=False) if each != kind]
+        column = pairs[0][0].name if pairs else first.names[-1]
+        raise SourceError(
+            f"{path}: columns differ from {first_path}, which has two columns of one name, "
+            f"first at {column!r}",
+            file=path,
+            column=column,
+        )
+    for name in dict.fromkeys([*first.names, *other.names]):
+        expected, got = _type_text(first, name), _type_text(other, name)
+        is_same = (expected == "absent") == (got == "absent") if is_csv else expected == got
+        if not is_same:
+            raise SourceError(
+                f"{path}: column {name!r} is {got}, but {expected} in {first_path}; "
+                "all files of a job have one schema",
+                file=path,
+                column=name,
+                expected=expected,
+                got=got,
+            )
+
+
+def _type_text(schema: pa.Schema, name: str) -> str:
+    indices = schema.get_all_field_indices(name)
+    return " and ".join(str(schema.field(index).type) for index in indices) or "absent"
+
+
+def _csv_schema(schema: pa.Schema) -> pa.Schema:
+    """Types of CSV columns; a column without values in the first blocks has strings."""
+    return pa.schema(
+        [
+            pa.field(each.name, pa.string() if pa.types.is_null(each.type) else each.type)
+            for each in schema
+        ]
+    )
+
+
+def _hive_types(found: Sequence[_Found], schema: pa.Schema) -> dict[str, pa.DataType]:
+    """Types of hive columns: int64 if all values are whole numbers, else strings.
+
+    A column that the files contain too is read from the files.
+
+    Raises:
+        SourceError: A file lies below other hive columns than the first one.
+    """
+    names = tuple(found[0].hive)
+    kinds: dict[str, pa.DataType] = {name: pa.int64() for name in names if name not in schema.names}
+    for each in found:
+        if set(each.hive) != set(names):
+            raise SourceError(
+                f"{each.path}: its folders have the columns {', '.join(each.hive) or 'none'}, "
+                f"but those of {found[0].path} have {', '.join(names) or 'none'}",
+                file=each.path,
+            )
+        for name in kinds:
+            value = each.hive[name]
+            if value is not None and not _INTEGER.fullmatch(value):
+                kinds[name] = pa.string()
+    for name in kinds:
+        if all(each.hive[name] is None for each in found):
+            kinds[name] = pa.string()
+    return kinds
+
+
+def _pieces(found: _Found, file: _Opened, hive_types: Mapping[str, pa.DataType]) -> Iterator[Piece]:
+    hive: dict[str, HiveValue] = {}
+    for name, kind in hive_types.items():
+        value = found.hive[name]
+        is_number = value is not None and pa.types.is_integer(kind)
+        hive[name] = int(value) if is_number and value is not None else value
+    where = (found.filesystem, found.path, file.stamp)
+    if file.groups is None:
+        rows = 0 if file.stamp.bytes == 0 else None
+        yield Piece(*where, None, rows, file.stamp.bytes, hive)
+    elif not file.groups:
+        yield Piece(*where, (0, 0), 0, 0, hive)
+    else:
+        for index, (count, size) in enumerate(file.groups):
+            yield Piece(*where, (index, index + 1), count, size, hive)
+
+
+def _snapshot(
+    format: str, found: Sequence[_Found], files: Sequence[_Opened], schema: pa.Schema
+) -> dict[str, str]:
+    digest = hashlib.sha256(schema.serialize())
+    for each, file in zip(found, files, strict=True):
+        state: dict[str, Any] = {"path": each.path, **file.stamp.to_json()}
+        digest.update(canonical(state))
+    return {
+        "kind": "files",
+        "format": format,
+        "files": str(len(files)),
+        "bytes": str(sum(file.stamp.bytes for file in files)),
+        "sha256": digest.hexdigest(),
+    }

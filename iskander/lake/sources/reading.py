@@ -1,0 +1,388 @@
+"""Units of files: packing into units, and reading of Parquet, CSV and Arrow IPC files.
+
+Runs in: the operator's tool, threads of one process.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.fs as pafs
+
+from iskander.errors import SourceChanged, SourceError
+from iskander.lake.filters import Condition, Filter
+from iskander.lake.plan import Unit, unit
+from iskander.lake.sources.parquet import read_footer, read_groups
+from iskander.lake.sources.places import Stamp, check_unchanged, opened_as_planned
+
+UNITS_WANTED: Final = 32
+"""Units of an input below 32 * `unit_bytes`, so that several streams have work."""
+PACKED_BYTES: Final = 4 << 20
+"""Smallest target of a unit: below it, the start of a stream costs more than its rows."""
+FILES_PER_UNIT: Final = 512
+READ_BYTES: Final = 1 << 20
+"""Bytes of one read of a local file."""
+CSV_BLOCK_BYTES: Final = 4 << 20
+"""Bytes of one block of CSV; types come from the first block, and no row is longer."""
+COUNT_ROWS: Final = 65_536
+COMPRESSIONS: Final = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+
+HiveValue = int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A file or a range of it, the smallest part that a unit can have.
+
+    Attributes:
+        filesystem: Index of its filesystem in the source.
+        path: Path in the filesystem.
+        stamp: State of the file at the plan.
+        groups: First and last plus one of its row groups or record batches; None for a whole file.
+        rows: Rows before the filter, if they are known.
+        bytes: Approximate bytes.
+        hive: Values of columns that are not in the file.
+    """
+
+    filesystem: int
+    path: str
+    stamp: Stamp
+    groups: tuple[int, int] | None
+    rows: int | None
+    bytes: int
+    hive: Mapping[str, Any] = field(default_factory=dict)
+
+
+def packed(pieces: Sequence[Piece], unit_bytes: int) -> list[Unit]:
+    """Join neighbors into units of about `unit_bytes`, or less for a small input.
+
+    An input without pieces is one empty unit. The result depends on the pieces and on `unit_bytes`
+    only.
+    """
+    target = target_bytes(sum(piece.bytes for piece in pieces), unit_bytes)
+    units: list[Unit] = []
+    waiting: list[Piece] = []
+    waiting_bytes = 0
+    for piece in pieces:
+        is_full = waiting_bytes + piece.bytes > target or len(waiting) >= FILES_PER_UNIT
+        if waiting and is_full:
+            units.append(_unit(len(units), waiting))
+            waiting, waiting_bytes = [], 0
+        waiting.append(piece)
+        waiting_bytes += piece.bytes
+    if waiting or not units:
+        units.append(_unit(len(units), waiting))
+    return units
+
+
+def target_bytes(total: int, unit_bytes: int) -> int:
+    """Bytes of a unit, so that a small input still has several units."""
+    return min(unit_bytes, max(PACKED_BYTES, total // UNITS_WANTED))
+
+
+def _unit(index: int, pieces: list[Piece]) -> Unit:
+    files: list[dict[str, Any]] = []
+    for piece in pieces:
+        values = {"filesystem": piece.filesystem, "path": piece.path, **piece.stamp.to_json()}
+        if piece.hive:
+            values["hive"] = dict(piece.hive)
+        if piece.groups is not None:
+            last = files[-1] if files else {}
+            is_next = last.get("path") == piece.path and "groups" in last
+            if is_next and last["groups"][1] == piece.groups[0]:
+                last["groups"][1] = piece.groups[1]
+                continue
+            values["groups"] = list(piece.groups)
+        files.append(values)
+    known = [piece.rows for piece in pieces if piece.rows is not None]
+    rows = sum(known) if len(known) == len(pieces) else None
+    return unit(index, {"files": files}, rows=rows, bytes=sum(each.bytes for each in pieces))
+
+
+class FileReader:
+    """Reader of units of files of one format.
+
+    Args:
+        format: `parquet`, `csv` or `ipc`.
+        schema: Columns of the source, with those of hive folders.
+        filesystems: Filesystems of the locators.
+        is_evolved: Whether a file may lack columns, which are null, or have narrower types.
+        int96_unit: Unit of times of the physical type INT96; None: nanoseconds.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        schema: pa.Schema,
+        filesystems: Sequence[pafs.FileSystem],
+        *,
+        is_evolved: bool = False,
+        int96_unit: str | None = None,
+    ) -> None:
+        self._format = format
+        self._schema = schema
+        self._filesystems = filesystems
+        self._is_evolved = is_evolved
+        self._int96_unit = int96_unit
+
+    def batches(
+        self,
+        unit: Unit,
+        target: pa.Schema,
+        needed: pa.Schema,
+        condition: Condition | None,
+        batch_rows: int,
+    ) -> Iterator[pa.RecordBatch]:
+        """Read the rows of a unit; see `UnitReader.batches`."""
+        left = unit.rows_max
+        for values in unit.locator["files"]:
+            if left is not None and left <= 0:
+                return
+            path, stamp = values["path"], Stamp.from_json(values)
+            filesystem = self._filesystems[values["filesystem"]]
+            file = opened_as_planned(filesystem, path, stamp)
+            try:
+                batches = self._batches(file, values, filesystem, needed, condition, batch_rows)
+                for raw in batches:
+                    batch = self._finished(raw, values, target, needed, condition)
+                    if left is not None:
+                        batch = batch.slice(0, left)
+                        left -= batch.num_rows
+                    if batch.num_rows:
+                        yield batch
+                    if left is not None and left <= 0:
+                        break
+            except (pa.ArrowException, OSError) as error:
+                check_unchanged(filesystem, path, stamp)
+                raise SourceError(f"{path}: cannot read: {error}", file=path) from error
+            finally:
+                file.close()
+            check_unchanged(filesystem, path, stamp)
+
+    def _batches(
+        self,
+        file: pa.NativeFile,
+        values: Mapping[str, Any],
+        filesystem: pafs.FileSystem,
+        needed: pa.Schema,
+        condition: Condition | None,
+        batch_rows: int,
+    ) -> Iterator[pa.RecordBatch]:
+        """Read the columns that are in the file, before the filter."""
+        hive = values.get("hive", {})
+        wanted = [each for each in needed if each.name not in hive]
+        if self._format == "csv":
+            return read_csv(file, values["path"], wanted, self._schema, hive)
+        if self._format == "ipc":
+            return _read_ipc(file, range(*values["groups"]), [each.name for each in wanted])
+        footer = read_footer(file, values["path"])
+        groups = range(*values.get("groups", (0, footer.metadata.num_row_groups)))
+        present = footer.metadata.schema.to_arrow_schema().names
+        if self._is_evolved:
+            self._require_columns(values, present)
+        names = [each.name for each in wanted if each.name in present] or present[:1]
+        return read_groups(
+            file,
+            values["path"],
+            footer,
+            self._selected(file, groups, hive, condition),
+            names,
+            batch_rows=min(batch_rows, COUNT_ROWS),
+            buffer_bytes=READ_BYTES if isinstance(filesystem, pafs.LocalFileSystem) else 0,
+            unit=self._int96_unit,
+        )
+
+    def _require_columns(self, values: Mapping[str, Any], present: Sequence[str]) -> None:
+        """Require a file of a table whose missing columns were added later.
+
+        Raises:
+            SourceError: It has none of the table's columns, or a name that differs only in case.
+        """
+        own = [each.name for each in self._schema if each.name not in values.get("hive", {})]
+        if own and not set(own) & set(present):
+            raise SourceError(
+                f"{values['path']}: the file has none of the table's columns {', '.join(own)}; it "
+                f"has {', '.join(present)}",
+                file=values["path"],
+            )
+        letters = {name.casefold(): name for name in present}
+        for name in own:
+            other = letters.get(name.casefold())
+            if name not in present and other is not None:
+                raise SourceError(
+                    f"{values['path']}: column {name!r} is {other!r} in the file",
+                    file=values["path"],
+                    column=name,
+                )
+
+    def _selected(
+        self,
+        file: pa.NativeFile,
+        groups: Iterable[int],
+        hive: Mapping[str, Any],
+        condition: Condition | None,
+    ) -> list[int]:
+        """Leave row groups out whose statistics or hive values exclude the filter."""
+        if condition is None:
+            return list(groups)
+        # Imported here because it imports pandas.
+        import pyarrow.dataset as pads
+
+        partition = pc.scalar(True)
+        for name, value in hive.items():
+            kind = self._schema.field(name).type
+            one = (
+                pc.field(name).is_null()
+                if value is None
+                else pc.field(name) == _scalar(value, kind)
+            )
+            partition = partition & one
+        fragment = pads.ParquetFileFormat().make_fragment(
+            file, partition_expression=partition, row_groups=list(groups)
+        )
+        try:
+            subset = fragment.subset(condition.ranges, schema=self._schema)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            # Statistics are an optimization: rows are filtered after reading in any case.
+            return list(groups)
+        return [each.id for each in subset.row_groups]
+
+    def _finished(
+        self,
+        raw: pa.RecordBatch,
+        values: Mapping[str, Any],
+        target: pa.Schema,
+        needed: pa.Schema,
+        condition: Condition | None,
+    ) -> pa.RecordBatch:
+        """Add the columns of hive folders, filter the rows and select the columns."""
+        hive = values.get("hive", {})
+        arrays = []
+        for each in needed:
+            index = raw.schema.get_field_index(each.name)
+            if each.name in hive:
+                arrays.append(_repeated(hive[each.name], each.type, raw.num_rows))
+            elif index >= 0:
+                array = raw.column(index)
+                arrays.append(array if array.type == each.type else array.cast(each.type))
+            elif self._is_evolved:
+                arrays.append(pa.nulls(raw.num_rows, each.type))
+            else:
+                raise SourceChanged(f"{values['path']}: column {each.name!r} is gone")
+        batch = pa.RecordBatch.from_arrays(arrays, schema=needed)
+        if condition is not None:
+            batch = batch.filter(condition.rows)
+        return batch.select(target.names)
+
+
+def _read_ipc(
+    file: pa.NativeFile, groups: Iterable[int], names: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    schema = pa.ipc.open_file(file).schema
+    fields = [schema.get_field_index(name) for name in names] or [0]
+    file.seek(0)
+    options = pa.ipc.IpcReadOptions(included_fields=sorted(fields))
+    reader = pa.ipc.open_file(file, options=options)
+    for index in groups:
+        batch = reader.get_batch(index)
+        # Offsets of a damaged file could point anywhere.
+        batch.validate()
+        yield batch
+
+
+def read_csv(
+    file: pa.NativeFile,
+    path: str,
+    wanted: Sequence[pa.Field],
+    schema: pa.Schema,
+    hive: Mapping[str, Any],
+) -> Iterator[pa.RecordBatch]:
+    """Read columns of a CSV file with the types of the source."""
+    if file.size() == 0:
+        return
+    names = [each.name for each in wanted]
+    if not names:
+        names = [name for name in schema.names if name not in hive][:1]
+    types = {each.name: each.type for each in schema if each.name in names}
+    with open_csv(file, path, types, names) as reader:
+        yield from reader
+
+
+def open_csv(
+    file: pa.NativeFile,
+    path: str,
+    types: Mapping[str, pa.DataType],
+    columns: Sequence[str] | None,
+) -> pyarrow.csv.CSVStreamingReader:
+    """Open a CSV file, which may be compressed; quoted values may contain line ends."""
+    codec = next((name for end, name in COMPRESSIONS.items() if path.lower().endswith(end)), None)
+    return pyarrow.csv.open_csv(
+        file if codec is None else pa.CompressedInputStream(file, codec),
+        read_options=pyarrow.csv.ReadOptions(block_size=CSV_BLOCK_BYTES),
+        parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+        convert_options=pyarrow.csv.ConvertOptions(
+            column_types=dict(types), include_columns=list(columns) if columns else None
+        ),
+    )
+
+
+def projected(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    """Select columns of a schema in the order of their names.
+
+    Raises:
+        SourceError: A column is missing, or the input has two columns of this name.
+    """
+    names = schema.names if columns is None else list(columns)
+    fields = []
+    for name in names:
+        indices = schema.get_all_field_indices(name)
+        if len(indices) > 1:
+            raise SourceError(f"the input has {len(indices)} columns {name!r}", column=name)
+        if not indices:
+            near = difflib.get_close_matches(name, schema.names, n=1)
+            hint = f"; the nearest name is {near[0]!r}" if near else ""
+            raise SourceError(f"the input has no column {name!r}{hint}", column=name)
+        fields.append(schema.field(indices[0]))
+    return pa.schema(fields)
+
+
+def needed_columns(target: pa.Schema, filter: Filter | None) -> list[str]:
+    """Names of the columns to read, with those of the filter; each name once."""
+    extra = filter.columns if filter is not None else ()
+    return list(dict.fromkeys([*target.names, *extra]))
+
+
+def rebatched(batches: Iterator[pa.RecordBatch], batch_rows: int) -> Iterator[pa.RecordBatch]:
+    """Cut and join batches to `batch_rows` rows; the last one may be shorter."""
+    waiting: list[pa.RecordBatch] = []
+    count = 0
+    for each in batches:
+        offset = 0
+        while offset < each.num_rows:
+            part = each.slice(offset, batch_rows - count)
+            offset += part.num_rows
+            waiting.append(part)
+            count += part.num_rows
+            if count == batch_rows:
+                yield _joined(waiting)
+                waiting, count = [], 0
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+    return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
+
+
+def _scalar(value: HiveValue, kind: pa.DataType) -> pa.Scalar:
+    return pa.scalar(str(value)).cast(kind) if value is not None else pa.scalar(None, kind)
+
+
+def _repeated(value: HiveValue, kind: pa.DataType, rows: int) -> pa.Array:
+    return pa.repeat(_scalar(value, kind), rows)

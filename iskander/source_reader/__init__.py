@@ -1,1 +1,0 @@
-"""Process that plans and reads sources for the gateway, with parts of `iskander.scoring`."""

@@ -1,0 +1,107 @@
+"""Settings with deprecated names: warnings, precedence, and the rewriting of a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from iskander.config.loader import load_config
+from iskander.config.migration.renamed import RENAMED, fix_file
+from iskander.config.reference import settings
+from iskander.errors import ConfigError
+
+MODEL = '[[models]]\nname = "m"\npath = "m.onnx"\n'
+OLD = f"""# trial = true is explained here
+[loading]  # a section
+# first: trial
+trial = false # "trial" is off
+'trial_s'   =   5.5
+
+{MODEL}"""
+FIXED = f"""# trial = true is explained here
+[loading]  # a section
+# first: trial
+sandbox = false # "trial" is off
+'sandbox_s'   =   5.5
+
+{MODEL}"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "iskander.toml"
+
+
+def test_only_the_new_names_are_settings() -> None:
+    names = {setting.path for setting in settings()}
+    assert set(RENAMED.values()) <= names
+    assert not set(RENAMED) & names
+
+
+def test_old_names_work_with_a_warning_that_gives_the_new_name(file: Path) -> None:
+    file.write_text(OLD, "utf-8")
+    loaded = load_config(
+        file, overrides=("loading.trial_s=7",), environment={"ISKANDER_LOADING__TRIAL_BYTES": "9"}
+    )
+    loading = loaded.config.loading
+    assert (loading.sandbox, loading.sandbox_s, loading.sandbox_bytes) == (False, 7.0, 9)
+    assert set(loaded.warnings) == {
+        f"setting {old} is deprecated: use {new}" for old, new in RENAMED.items()
+    }
+    assert loaded.origins["loading.sandbox"] == "file"
+    assert loaded.origins["loading.sandbox_s"] == "--set"
+    assert loaded.origins["loading.sandbox_bytes"] == "environment"
+
+
+def test_new_names_cause_no_warning(file: Path) -> None:
+    file.write_text(FIXED, "utf-8")
+    assert load_config(file, environment={}).warnings == ()
+
+
+def test_old_and_new_name_together_are_an_error(file: Path) -> None:
+    text = f"[loading]\ntrial = true\nsandbox = true\n{MODEL}"
+    file.write_text(text, "utf-8")
+    for read in (lambda: load_config(file, environment={}), lambda: fix_file(file)):
+        with pytest.raises(ConfigError, match=r"loading\.trial and loading\.sandbox are the same"):
+            read()
+    assert file.read_text("utf-8") == text
+
+
+def test_rewritten_file_keeps_comments_mode_and_link(file: Path) -> None:
+    real = file.with_name("real.toml")
+    real.write_text(OLD, "utf-8")
+    real.chmod(0o640)
+    file.symlink_to(real)
+    assert len(fix_file(file)) == 2
+    assert real.read_text("utf-8") == FIXED
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert file.is_symlink()
+    assert fix_file(file) == []
+    assert [each.name for each in file.parent.iterdir() if each.suffix == ".new"] == []
+
+
+@pytest.mark.parametrize(
+    ("old", "fixed"),
+    [
+        ("loading = {trial = true, trial_s = 2}", "loading = {sandbox = true, sandbox_s = 2}"),
+        ("loading.trial = true", "loading.sandbox = true"),
+        ('x = "loading.trial = true"', 'x = "loading.trial = true"'),
+        ('[x]\ntrial = 1\n[loading]\n"trial"=true', '[x]\ntrial = 1\n[loading]\n"sandbox"=true'),
+        ("loading = 3", "loading = 3"),
+    ],
+)
+def test_only_the_key_is_rewritten(file: Path, old: str, fixed: str) -> None:
+    file.write_text(old, "utf-8")
+    fix_file(file)
+    assert file.read_text("utf-8") == fixed
+
+
+@pytest.mark.parametrize("text", ["[loading", '[loading]\n"tri\\u0061l" = true'])
+def test_file_that_cannot_be_rewritten_is_unchanged(file: Path, text: str) -> None:
+    file.write_text(text, "utf-8")
+    with pytest.raises(ConfigError):
+        fix_file(file)
+    assert file.read_text("utf-8") == text
+    with pytest.raises(ConfigError, match="cannot be rewritten: No such file"):
+        fix_file(file.with_name("missing.toml"))

@@ -1,0 +1,1 @@
+"""Arrays of a batch: inputs and results in shared memory, and the steps around a model."""
