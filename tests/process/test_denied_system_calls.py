@@ -62,7 +62,7 @@ def test_denied_memory_policy_is_reported_and_memory_is_used() -> None:
     assert "with EPERM: the sandbox does not allow it" in line
 
 
-@pytest.mark.parametrize("module", ["observer", "telemetry.tracing.exporter"])
+@pytest.mark.parametrize("module", ["sampling", "gateway.telemetry.tracing.exporter"])
 def test_auxiliary_processes_run_on_the_cpus_that_they_have(module: str) -> None:
     """They end without an error after the gateway's end of their socket."""
     ours, theirs = socket.socketpair()
