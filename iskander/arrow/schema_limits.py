@@ -15,12 +15,13 @@ from typing import Final
 
 from iskander.arrow import ipc
 from iskander.config.schema import LimitsConfig
-from iskander.errors import LimitExceeded, MalformedInput
+from iskander.errors import ContractError, LimitExceeded, MalformedInput
 
 _FIELDS, _SCHEMA_METADATA = 1, 2
 _NAME, _TYPE_KIND, _TYPE, _CHILDREN, _METADATA = 0, 2, 3, 5, 6
 _KEY, _VALUE = 0, 1
 _DECIMAL, _TIMESTAMP, _UNION, _FIXED_BINARY, _FIXED_LIST, _RUN_ENDS = 7, 10, 14, 15, 16, 22
+_INTERVAL, _MONTH_DAY_NANO = 11, 2
 _PRECISION, _SCALE, _DECIMAL_BITS = 0, 1, 2
 _TIME_ZONE, _TYPE_IDS = 1, 1
 _DEFAULT_BITS: Final = 128
@@ -39,6 +40,7 @@ def require_schema_limits(header: bytes, limits: LimitsConfig) -> None:
 
     Raises:
         LimitExceeded: The schema has too many columns, fields, levels or bytes of metadata.
+        ContractError: A type has no arrays in pyarrow.
         MalformedInput: A size, precision or scale is invalid, or parts of the header overlap.
     """
     message = ipc.read_message(header)
@@ -91,7 +93,7 @@ class _SchemaVisit:
             self._read_text(field, _NAME)
         self._check_metadata(field, _METADATA)
         kind = ipc.read_number(header, field, _TYPE_KIND, "<B")
-        if kind in (_DECIMAL, _TIMESTAMP, _UNION, _FIXED_BINARY, _FIXED_LIST):
+        if kind in (_DECIMAL, _TIMESTAMP, _INTERVAL, _UNION, _FIXED_BINARY, _FIXED_LIST):
             self._check_type(kind, ipc.read_table(header, field, _TYPE))
         children = ipc.read_tables(header, field, _CHILDREN, limits.fields)
         if children is None:
@@ -109,6 +111,11 @@ class _SchemaVisit:
         header, column = self._header, self._column
         if kind == _TIMESTAMP:
             self._read_text(table, _TIME_ZONE)
+        elif kind == _INTERVAL:
+            if ipc.read_number(header, table, 0, "<h") != _MONTH_DAY_NANO:
+                text = f"column `{column}` has intervals of months, or of days and milliseconds"
+                text += ", which have no arrays here; send intervals of months, days and ns"
+                raise ContractError(text, column=column)
         elif kind == _UNION:
             self._count_bytes(4 * ipc.vector_length(header, table, _TYPE_IDS))
         elif kind == _DECIMAL:

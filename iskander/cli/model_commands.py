@@ -95,7 +95,7 @@ def _manifest(arguments: argparse.Namespace) -> int:
     from iskander.contract.formats.mlflow import manifest_of_signature
     from iskander.contract.formats.render import render_entries, render_manifest
     from iskander.contract.labels import read_labels
-    from iskander.contract.manifest import read_manifest
+    from iskander.contract.manifest import model_file, read_manifest
 
     if arguments.schema:
         command.print_json(manifest_schema())
@@ -117,7 +117,11 @@ def _manifest(arguments: argparse.Namespace) -> int:
     set_library_environment()
     from iskander_worker.backends.onnx import read_graph
 
-    graph, written = read_graph(file), read_manifest(file)
+    graph = read_graph(file)
+    # With `> manifest.toml` the shell has emptied the file before.
+    target = model_file(file).parent / "manifest.toml"
+    is_emptied = target.is_file() and not target.stat().st_size
+    written = None if is_emptied else read_manifest(file)
     if arguments.sample is not None:
         from iskander.cli.startup.sample import manifest_for, read_sample
 

@@ -61,6 +61,26 @@ def test_sample_is_checked_and_a_manifest_generated_from_it(tmp_path: Path) -> N
     assert scored["id"].to_pylist() == ["p", "q"]
 
 
+def test_manifest_can_be_written_beside_its_model(tmp_path: Path) -> None:
+    """The shell empties `manifest.toml` before the command reads the folder."""
+    folder = models.row_ids(tmp_path / "m")
+    expected = iskander("manifest", folder)
+    (folder / "manifest.toml").touch()
+    assert iskander("manifest", folder) == expected
+    assert expected[0] == 0
+    (folder / "manifest.toml").write_text("inputs = []")
+    assert iskander("manifest", folder)[0] == 78
+
+
+def test_sample_with_other_columns_than_the_input_has_values(tmp_path: Path) -> None:
+    """The error has both numbers, the columns, and what to do."""
+    sample = tmp_path / "wide.parquet"
+    pq.write_table(pa.table({name: [1.0, 2.0] for name in "abcd"}), sample)
+    code, text = iskander("manifest", models.row_ids(tmp_path / "m"), "--sample", sample)
+    assert code == 78
+    assert "4 numeric columns where a row of `x` has 0 values: a, b, c, d" in text
+
+
 def test_manifest_is_generated_from_an_mlflow_signature(tmp_path: Path) -> None:
     file = tmp_path / "MLmodel"
     file.write_text(

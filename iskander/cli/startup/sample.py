@@ -18,11 +18,12 @@ from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.inputs import columns_of, entries_of
 from iskander.contract.manifest import InputColumn, Manifest, Passthrough
 from iskander.contract.tensors import Contract
-from iskander.errors import IskanderError, ManifestError
+from iskander.errors import IskanderError, ManifestError, shorten
 from iskander.gateway.protocols.flight.columns.inputs import InputBuilder
 
 ROWS = 65_536
 """Rows of a sample that are checked for nulls and for values that do not fit a tensor."""
+COLUMNS_CHARACTERS_MAX = 200
 
 
 class Sample(NamedTuple):
@@ -128,9 +129,14 @@ def manifest_for(sample: Sample, graph: Graph) -> Manifest:
         values = tensor.shape[1] if len(tensor.shape) == 2 else 0
         if others or values != len(numbers):
             missing = sorted(names - set(schema.names))
-            problem = f"`{sample.name}` has no column for the inputs {', '.join(missing)}, and its"
-            rest = f"{len(numbers)} numeric columns do not match the values of one tensor"
-            raise ManifestError(f"{problem} {rest}")
+            problem = f"`{sample.name}` has no column for the inputs {', '.join(missing)}"
+            if others:
+                raise ManifestError(f"{problem}; name its columns as the inputs")
+            raise ManifestError(
+                f"{problem}, and {len(numbers)} numeric columns where a row of `{tensor.name}` has "
+                f"{values} values: {shorten(', '.join(numbers), COLUMNS_CHARACTERS_MAX)}; give a "
+                "sample with the columns of the input only"
+            )
         element = _element(tensor)
         is_same = {element_name(schema.field(name).type) for name in numbers} == {element}
         entries = [

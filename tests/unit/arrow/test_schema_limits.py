@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from iskander.arrow import ipc
 from iskander.arrow.schema_limits import require_schema_limits
 from iskander.config.schema import LimitsConfig
-from iskander.errors import IskanderError, LimitExceeded, MalformedInput
+from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 
 LIMITS = LimitsConfig()
 
@@ -117,6 +117,25 @@ def test_precision_and_scale_of_decimals_are_limited(name: str, is_nested: bool)
         header = decimal_header(arrow, precision, found)
         with pytest.raises(MalformedInput, match=rf"`c0` has decimals of {arrow.bit_width} bits"):
             require(header)
+
+
+@pytest.mark.parametrize("unit", [0, 1])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_intervals_without_arrays_are_rejected(unit: int, is_nested: bool) -> None:
+    """pyarrow reads their schema, and raises `KeyError` for their arrays; it writes none."""
+    arrow = pa.month_day_nano_interval()
+    header = header_of(pa.list_(arrow) if is_nested else arrow)
+    require(header)
+    found = []
+    for at in range(len(header)):
+        if header[at : at + 2] == b"\2\0":
+            try:
+                require(header[:at] + bytes([unit, 0]) + header[at + 2 :])
+            except ContractError as error:
+                found.append(error.message)
+            except MalformedInput:
+                pass  # Another part of the header.
+    assert found and all("column `c0` has intervals of months" in text for text in found)
 
 
 def test_decimals_inside_other_types_are_limited() -> None:
