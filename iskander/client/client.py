@@ -46,10 +46,12 @@ from iskander.client.tables import Source, open_source
 from iskander.errors import (
     ConfigError,
     ContractError,
+    ExecutionFailed,
     IskanderError,
     LimitExceeded,
     ModelMoved,
     ModelNotFound,
+    shorten,
 )
 from iskander.foundation import clock
 
@@ -280,6 +282,7 @@ class Client:
                     terms = {**terms, **self._describe(key, deadline).cut_terms}
                 sent, headers = itertools.chain(ahead, batches), _headers(terms)
                 results = self._stream(path, sent, terms, headers, deadline, resume=True)
+                results = _with_first_row(results)
             else:
                 results = iter([self._score_one(path, first, terms, deadline)])
             result = next(results)
@@ -362,6 +365,7 @@ class Client:
                 rows_max=limits["rows"],
                 bytes_max=bytes_max,
                 string_bytes_max=string_bytes_max,
+                rows_setting=matching.model.rows_setting,
             )
         except LimitExceeded as error:
             raise matching.model.whole_error(error) from None
@@ -571,3 +575,22 @@ def _headers(terms: Mapping[str, Any]) -> Headers:
 def _descriptor_path(model: str, version: str | int | None) -> list[str]:
     text = _version_text(version)
     return [model] if text is None else [model, text]
+
+
+def _with_first_row(results: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the results of a table's batches; an error about a batch gets its place in the table.
+
+    A result has the rows of its batch, and the server knows rows of the batch only.
+    """
+    rows = 0
+    try:
+        for result in results:
+            rows += result.num_rows
+            yield result
+    except (ContractError, ExecutionFailed) as error:
+        if rows:
+            text = f"{error.message}. Its batch begins in row {rows:,} of the table"
+            error.message = shorten(text)
+            error.fields["first_row"] = rows
+            error.args = (error.message,)
+        raise

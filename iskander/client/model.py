@@ -67,16 +67,21 @@ class ModelDescription:
         """Terms of batches that are parts of a table, for a server that checks it."""
         return {"cut": "true"} if "rows" in self.metadata and not self.is_whole else {}
 
+    @property
+    def rows_setting(self) -> str:
+        """Setting that limits the rows of a batch that must not be cut."""
+        is_own = self.is_whole and self.limits["rows"] == self.max_batch_rows
+        return "models.max_batch_rows" if is_own else "limits.rows"
+
     def whole_error(self, error: LimitExceeded) -> LimitExceeded:
         """Return the error of a table that is too large for one batch, with the reason for one."""
         if not self.is_whole:
             text = f"model `{self.name}` ranks all rows of a batch: {error.message}"
         else:
             text = (
-                f"model `{self.name}` takes all rows of a table in one batch: {error.message}; a "
-                f"run has at most {self.max_batch_rows:,} rows (`models.max_batch_rows`), and "
-                f"{self.whole_reason}. Send a smaller table, raise the limit, or set `combine = "
-                "true` in the manifest if the rows are known to be independent"
+                f"model `{self.name}` takes all rows of a table in one batch: {error.message}, "
+                f"because {self.whole_reason}. Send a smaller table, raise the limit, or set "
+                "`combine = true` in the manifest if the rows are known to be independent"
             )
         return LimitExceeded(text, **error.fields)
 

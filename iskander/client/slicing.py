@@ -79,21 +79,27 @@ def slices(
 
 
 def whole(
-    batches: Iterable[pa.RecordBatch], *, rows_max: int, bytes_max: int, string_bytes_max: int
+    batches: Iterable[pa.RecordBatch],
+    *,
+    rows_max: int,
+    bytes_max: int,
+    string_bytes_max: int,
+    rows_setting: str = "limits.rows",
 ) -> pa.RecordBatch:
     """Return the rows of one or more batches as one batch.
 
     Args:
         batches: Batches of one schema. They are read until they exceed a limit.
-        rows_max: Rows of the batch, `limits.rows` of the server.
+        rows_max: Rows of the batch.
         bytes_max: Bytes of the batch, `limits.bytes` of the server.
         string_bytes_max: Bytes of its strings, `limits.string_bytes` of the server.
+        rows_setting: Setting of the server that limits the rows.
 
     Raises:
         LimitExceeded: The batches exceed a limit.
         ContractError: The batches cannot be joined.
     """
-    limits = _Limits(rows_max, bytes_max, string_bytes_max)
+    limits = _Limits(rows_max, bytes_max, string_bytes_max, rows_setting)
     parts: list[pa.RecordBatch] = []
     rows = read_bytes = 0
     checked_bytes = bytes_max
@@ -149,6 +155,7 @@ class _Limits(NamedTuple):
     rows: int
     bytes: int
     string_bytes: int | None
+    rows_setting: str = "limits.rows"
 
     def factor(self, size: _Size) -> int:
         """Return the number of batches that a size needs; 1 if it is within the limits."""
@@ -162,7 +169,8 @@ class _Limits(NamedTuple):
         for name, count, limit in self._named(size):
             if count > limit:
                 text = f"{quantifier}{count:,} {name.replace('_', ' ')} in one batch, "
-                text += f"limit {limit:,} (`limits.{name}`)"
+                setting = self.rows_setting if name == "rows" else f"limits.{name}"
+                text += f"limit {limit:,} (`{setting}`)"
                 raise LimitExceeded(text, wanted=limit, got=count)
 
     def require_row(self, size: _Size, row: int) -> None:

@@ -200,6 +200,7 @@ def cut(batch: pa.RecordBatch, description: ModelDescription) -> Iterator[pa.Rec
                 rows_max=rows_max,
                 bytes_max=limits["bytes"],
                 string_bytes_max=limits["string_bytes"],
+                rows_setting=description.rows_setting,
             )
         except LimitExceeded as error:
             raise description.whole_error(error) from None

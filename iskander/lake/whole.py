@@ -130,5 +130,7 @@ def require_rows(description: ModelDescription, rows: int, *, at_least: str = ""
     """
     limit = description.limits["rows"]
     if description.is_whole and rows > limit:
-        text = f"{at_least}{rows:,} rows in one batch, limit {limit:,}"
+        text = (
+            f"{at_least}{rows:,} rows in one batch, limit {limit:,} (`{description.rows_setting}`)"
+        )
         raise description.whole_error(LimitExceeded(text, wanted=limit, got=rows))

@@ -12,6 +12,7 @@ import msgspec
 import psutil
 import pytest
 from iskander_worker import session
+from iskander_worker.loading.measurement import Measurement
 from iskander_worker.sandbox import client as sandbox_client
 from iskander_worker.sandbox.client import Verdict, load_in_sandbox, sandbox_server
 from onnx import TensorProto, helper
@@ -92,7 +93,7 @@ def load(job):
     {}
     measured = SimpleNamespace(measurement=Measurement(), measure=measure)
     return "", measured
-def measure(is_confined, seconds):
+def measure(is_confined, seconds, on_risk):
     pass
 sandbox_server._load = load
 sandbox_server.main()
@@ -121,7 +122,9 @@ def test_crash_of_the_measurement_rejects_no_model(
     code: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Generated rows may be invalid for a model that is right: its rows are then undecided."""
-    script = SERVER_SCRIPT.format("pass").replace("seconds):\n    pass", f"seconds):\n    {code}")
+    script = SERVER_SCRIPT.format("pass").replace(
+        "seconds, on_risk):\n    pass", f"seconds, on_risk):\n    {code}"
+    )
     monkeypatch.setattr(sandbox_client, "own_command", lambda _: [sys.executable, "-c", script])
     spec = model_spec(models.row_ids(tmp_path / "m"))
     verdict = load_in_sandbox(spec, 1, (), seconds=2.0)
@@ -129,6 +132,26 @@ def test_crash_of_the_measurement_rejects_no_model(
     assert verdict.measurement is not None
     assert verdict.measurement.verdict == "undecided"
     assert cause in verdict.measurement.evidence
+
+
+def test_crash_at_a_risk_leaves_the_verdict_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a zero in a graph that divides integers."""
+    code = "on_risk(Measurement((), 'independent', 'rows')); os.kill(os.getpid(), signal.SIGFPE)"
+    script = SERVER_SCRIPT.format("pass").replace("on_risk):\n    pass", f"on_risk):\n    {code}")
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox_client, "own_command", lambda _: [sys.executable, "-c", script])
+        verdict = load_in_sandbox(model_spec(models.row_ids(tmp_path / "m")), 1, (), seconds=20.0)
+    assert is_accepted(verdict)
+    assert verdict.measurement == Measurement((), "independent", "rows")
+
+
+def test_padding_is_found_in_a_sandbox(tmp_path: Path) -> None:
+    """The measurement after the risk counts."""
+    spec = model_spec(row_graphs.trimmed_tokens(tmp_path / "t"))
+    verdict = load_in_sandbox(spec, 1, (), seconds=60.0)
+    assert verdict.measurement is not None and verdict.measurement.verdict == "dependent"
 
 
 @pytest.mark.parametrize(("code", "reason"), MODEL_CODE.values(), ids=MODEL_CODE)

@@ -31,11 +31,17 @@ type = "int64"
 
 
 def save(
-    folder: Path, nodes: list[Any], inputs: list[Any], outputs: list[Any], initializers: Any = ()
+    folder: Path,
+    nodes: list[Any],
+    inputs: list[Any],
+    outputs: list[Any],
+    initializers: Any = (),
+    *,
+    opset: int = 17,
 ) -> Path:
     """Write a graph as `folder/model.onnx`."""
     graph = helper.make_graph(nodes, "g", inputs, outputs, list(initializers))
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
     onnx.checker.check_model(model)
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save(model, folder / "model.onnx")

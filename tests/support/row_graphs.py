@@ -25,13 +25,14 @@ def _graph(
     result: int | None = None,
     width: int = WIDTH,
     result_shape: list[Any] | None = None,
+    opset: int = 17,
 ) -> Path:
     """Save a graph from `x` to `y`, both `[rows, width]` unless `result_shape` is given."""
     initializers = [numpy_helper.from_array(v, name) for name, v in (constants or {}).items()]
     shape = [rows, width]
     outputs = [helper.make_tensor_value_info("y", result or element, result_shape or shape)]
     inputs = [helper.make_tensor_value_info("x", element, shape)]
-    return save(folder, nodes, inputs, outputs, initializers)
+    return save(folder, nodes, inputs, outputs, initializers, opset=opset)
 
 
 def linear(folder: Path, rows: int | str = "rows") -> Path:
@@ -126,6 +127,53 @@ def integer_marker_mean(folder: Path, marker: int, element: int) -> Path:
     ]
     constants = {"marker": np.array(marker, np.float32)}
     return _graph(folder, nodes, constants=constants, element=element, result=TensorProto.FLOAT)
+
+
+def trimmed_tokens(folder: Path) -> Path:
+    """Tokens of texts, cut to the longest text of the batch; 0 is padding. It divides floats."""
+    nodes = [
+        node("Equal", ["x", "zero"], ["is_padding"]),
+        node("Not", ["is_padding"], ["is_token"]),
+        node("Cast", ["is_token"], ["ones"], to=TensorProto.INT64),
+        node("ReduceSum", ["ones", "axis"], ["lengths"], keepdims=0),
+        node("ReduceMax", ["lengths"], ["longest"], keepdims=1),
+        node("Max", ["longest", "axis"], ["end"]),
+        node("Slice", ["x", "begin", "end", "axis"], ["used"]),
+        node("Gather", ["vectors", "used"], ["found"]),
+        node("ReduceMean", ["found"], ["mean"], axes=[1], keepdims=0),
+        node("Div", ["mean", "scale"], ["y"]),
+    ]
+    vectors = np.random.default_rng(2).standard_normal((1000, WIDTH)).astype(np.float32)
+    constants = {
+        "zero": np.array(0, np.int64), "axis": np.array([1], np.int64),
+        "begin": np.array([0], np.int64), "scale": np.array(8, np.float32), "vectors": vectors,
+    }  # fmt: skip
+    return _graph(
+        folder, nodes, constants=constants, element=TensorProto.INT64, result=TensorProto.FLOAT
+    )
+
+
+def missing_in_row(folder: Path, row: int) -> Path:
+    """All results increase if the first (0) or last (-1) row has a NaN."""
+    nodes = [
+        node("Gather", ["x", "row"], ["chosen"], axis=0),
+        node("IsNaN", ["chosen"], ["is_missing"]),
+        node("Cast", ["is_missing"], ["number"], to=TensorProto.FLOAT),
+        node("Add", ["x", "number"], ["y"]),
+    ]
+    return _graph(folder, nodes, constants={"row": np.array([row], np.int64)})
+
+
+def padded_words(folder: Path) -> Path:
+    """The number of words of each text as a share of those of the longest text of the batch."""
+    nodes = [
+        node("StringSplit", ["x"], ["words", "count"]),
+        node("Shape", ["words"], ["longest"], start=2),
+        node("Cast", ["longest"], ["most"], to=TensorProto.FLOAT),
+        node("Cast", ["count"], ["own"], to=TensorProto.FLOAT),
+        node("Div", ["own", "most"], ["y"]),
+    ]
+    return _graph(folder, nodes, element=TensorProto.STRING, result=TensorProto.FLOAT, opset=20)
 
 
 def dynamic_quantization(folder: Path) -> Path:

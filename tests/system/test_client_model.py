@@ -251,6 +251,18 @@ def test_columns_that_need_no_cast_are_converted_by_the_server(client: TableClie
         client.model("converted").score(fields, columns={"user.age": "age"})
 
 
+def test_error_in_a_cut_table_names_the_place_of_its_batch(gateway: Gateway) -> None:
+    """The server names a row of the batch, and the table is cut into batches."""
+    rows, first = 5 * ROWS_MAX, 3 * ROWS_MAX
+    clicks = pa.array([None if row == first + 7 else 0.5 for row in range(rows)], pa.float64())
+    table = pa.table({"user.age": pa.array([3] * rows), "clicks": clicks})
+    with gateway.client() as client, pytest.raises(ContractError, match="row 7;") as caught:
+        client.score("converted", table)
+    assert f"Its batch begins in row {first:,} of the table" in caught.value.message
+    assert caught.value.fields["first_row"] == first
+    assert caught.value.model == "converted"
+
+
 def test_all_columns_are_passed_through(client: TableClient) -> None:
     batch = pa.record_batch({"key": ["a"], "x": pa.array([1], pa.int8())})
     assert client.model("ids-all").score(batch).to_pydict() == {"key": ["a"], "y": [4]}

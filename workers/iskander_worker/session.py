@@ -226,11 +226,22 @@ class Session:
                     warm(each, self._folder, generated, rows_max, self.launcher.graph_rows)
                     each.workspaces.reverse()
 
-    def measure(self, *, is_confined: bool, seconds: float = MEASURE_S) -> None:
+    def measure(
+        self,
+        *,
+        is_confined: bool,
+        seconds: float = MEASURE_S,
+        on_risk: Callable[[Measurement], None] | None = None,
+    ) -> None:
         """Measure whether rows affect each other, unless the load has a cached measurement.
 
-        Raises a `ManifestError` if a batch has another number of results than rows.
-        `is_confined`: a crash ends only the process of this load. `seconds` limit the time.
+        Args:
+            is_confined: A crash ends only the process of this load.
+            seconds: Time limit.
+            on_risk: Called with the measurement so far before batches that may end the process.
+
+        Raises:
+            ManifestError: A batch has another number of results than rows.
         """
         if self._is_measured:
             return
@@ -247,6 +258,9 @@ class Session:
             self._file,
             is_confined=is_confined,
             seconds=seconds,
+            on_risk=None
+            if on_risk is None
+            else lambda found: on_risk(Measurement(unbound, *found)),
         )
         self.measurement = Measurement(unbound, verdict, evidence, has_other_rows)
         self._require_one_result_per_row()

@@ -308,7 +308,7 @@ def test_table_of_related_rows_above_the_limit_is_an_error(client: Client, serve
     server.contract = {"rows": WHOLE, "limits": limits}
     with pytest.raises(LimitExceeded) as caught:
         client.score("m", pa.table({"x": np.arange(1025)}))
-    for part in ("1,025 rows", "1,024 rows", "max_batch_rows", "row 3", "combine = true"):
+    for part in ("1,025 rows", "1,024 (`models.max_batch_rows`)", "row 3", "combine = true"):
         assert part in caught.value.message
     assert server.sent == []
 

@@ -56,12 +56,15 @@ class Run:
         hops: Gateways that its requests passed before this one, at most.
         cancel: Cancels what the model waits for, from another thread; None if it does not wait.
         heartbeat: Shows the watchdog that the worker does not hang; for a model that waits.
+        is_trial: The runtime logs no errors: generated values may be invalid.
     """
 
-    __slots__ = ("cancel", "deadline_ns", "heartbeat", "hops", "is_aborted", "native", "steps")
+    __slots__ = (
+        "cancel", "deadline_ns", "heartbeat", "hops", "is_aborted", "is_trial", "native", "steps",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
-        self.is_aborted = False
+    def __init__(self, *, is_trial: bool = False) -> None:
+        self.is_aborted, self.is_trial = False, is_trial
         self.native: Any = None
         self.steps: tuple[tuple[str, int], ...] = ()
         self.deadline_ns = self.hops = 0

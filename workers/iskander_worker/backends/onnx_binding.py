@@ -18,6 +18,8 @@ from iskander_worker.batches.tensors import error_text, fits_rows, memory, packe
 BFLOAT16: Final = 16
 """ONNX type number."""
 
+_LOG_FATAL_ONLY: Final = 4
+
 
 class Binding:
     """Tensors of a batch of `rows` rows, bound to the addresses of its bodies.
@@ -123,6 +125,8 @@ def options_of(run: Run) -> ort.RunOptions:
     and catches an exception, which costs as much as a small model.
     """
     options = ort.RunOptions()
+    if run.is_trial:
+        options.log_severity_level = _LOG_FATAL_ONLY
     options.add_run_config_entry("gpu_graph_id", "-1")
     run.native = options
     if run.is_aborted:  # Checked after the assignment: a later abort sets `terminate` itself.

@@ -30,8 +30,9 @@ class Values(NamedTuple):
         scale: Standard deviation of floats around 0; for positive floats, their maximum.
         high: Largest integer.
         low: Smallest integer. By default 1: a division by 0 ends the process.
-        rare: Values of a fifth of the elements of float inputs, such as NaN.
-        rare_integer: Value of a fifth of the elements of integer inputs that can hold it.
+        rare: Values of a fifth of the elements of float inputs, such as NaN, and of all elements
+            of the first and of the last row: a graph may treat these rows differently.
+        rare_integer: The same for integer inputs that can hold it.
         are_positive: Floats are positive.
         words: Words of the texts; empty: digits.
         words_of_text: Maximum number of words in a text.
@@ -94,7 +95,7 @@ class RowGenerator:
             )
             if values.rare:
                 chosen = np.array(values.rare)[random.integers(len(values.rare), size=shape)]
-                array = np.where(random.random(shape) < RARE_SHARE, chosen, array)
+                array = np.where(_is_rare(shape, random), chosen, array)
                 if is_half:
                     is_finite = np.isfinite(array)
                     array[is_finite] = array[is_finite].clip(-FLOAT16_MAX, FLOAT16_MAX)
@@ -107,7 +108,7 @@ class RowGenerator:
                 array = np.abs(array)
             rare = values.rare_integer
             if rare is not None and limits.min <= rare <= limits.max:
-                array = np.where(random.random(shape) < RARE_SHARE, rare, array)
+                array = np.where(_is_rare(shape, random), rare, array)
         return to_element_type(spec, array)
 
     def _texts(
@@ -122,6 +123,13 @@ class RowGenerator:
             length = int(random.integers(1, values.words_of_text, endpoint=True))
             texts.append(" ".join(words[at] for at in random.integers(len(words), size=length)))
         return texts
+
+
+def _is_rare(shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    """Mask of the elements with a rare value."""
+    mask = random.random(shape) < RARE_SHARE
+    mask[[0, -1]] = True
+    return mask
 
 
 def _is_float(spec: TensorSpec) -> bool:

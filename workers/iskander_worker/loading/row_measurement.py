@@ -23,7 +23,7 @@ Runs on: the process of a sandboxed load; worker main for a model that has no sa
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -43,6 +43,8 @@ MAGNITUDE = 1000.0
 RARE = (((float("nan"),), "NaN"), ((float("inf"), float("-inf")), "infinities"))
 MARKERS = (0.0, -1.0, 1.0, -9.0, 9.0, -99.0, 99.0, -999.0, 999.0, -9999.0, 9999.0, 255.0)
 """Floats that often stand for a missing value, which a model may replace by a mean of the batch."""
+ZEROS = (Values(low=0, high=1), Values(low=-2))
+"""Kinds of integers that end the process of a graph that divides by them."""
 INTEGER_MARKERS = (0, -1, -2, -9, 99, -99, 999, -999, 127, 255, 9999, -9999, 32767)
 """The same for integers; 0 and -1 not for a graph that divides integers."""
 LARGE = 1e4
@@ -85,7 +87,7 @@ class Extent(NamedTuple):
 
 
 EXTENTS = (
-    Extent(rows=8, padded=13, many=64, kinds=8, total=2200),
+    Extent(rows=8, padded=13, many=64, kinds=10, total=2500),
     Extent(rows=4, padded=6, many=16, kinds=2, total=130),
     Extent(rows=3, padded=4, many=6, kinds=1, total=40),
 )
@@ -140,6 +142,7 @@ def measure_rows(
     *,
     is_confined: bool,
     seconds: float = MEASURE_S,
+    on_risk: Callable[[RowVerdict], None] | None = None,
 ) -> RowVerdict:
     """Measure a loaded model.
 
@@ -151,13 +154,18 @@ def measure_rows(
         is_confined: A crash ends only the process of this load. Otherwise values are those that
             crash no known operator.
         seconds: Time limit.
+        on_risk: Called with the verdict so far before batches that may end a confined process.
     """
     fixed = model.contract.rows_fixed
     if fixed == 1:
         return RowVerdict("independent", "the graph runs one row at a time")
     measurement = _Measurement(model, choices, fixed, seconds)
     try:
-        return measurement.verdict(samples, graph_file, is_confined=is_confined)
+        verdict = measurement.verdict(samples, graph_file, is_confined=is_confined)
+        if verdict.verdict == "independent" and on_risk is not None and measurement.has_risk:
+            on_risk(verdict._replace(evidence=f"{verdict.evidence}; integers below 1 crash it"))
+            return measurement.verdict_with_zeros()
+        return verdict
     except _Dependent as evidence:
         return RowVerdict("dependent", _evidence(str(evidence)), has_other_rows=True)
     except _Undecided as reason:
@@ -223,12 +231,32 @@ class _Measurement:
             for marker in self._float_markers():
                 for each in self._rare_rows((marker,), f"{marker:g}"):
                     self._worst_similar = _larger_of(self._worst_similar, each)
-            for number in self._integer_markers(is_confined=is_confined):
-                for each in self._rare_rows((), f"{number}", number):
-                    self._worst_similar = _larger_of(self._worst_similar, each)
+            self._compare_integer_markers(is_confined=is_confined)
         if not self._has_difference and self._fixed is None:
             self._search_other_results(kinds)
         return self._judge()
+
+    @property
+    def has_risk(self) -> bool:
+        """Whether integers below 1 were left out, because they may end the process."""
+        return self._leaves_out_integers and self._kinds_examined > 0
+
+    def verdict_with_zeros(self) -> RowVerdict:
+        """Compare rows with zeros and negative integers too, and judge again."""
+        self._may_be_zero = True
+        count = self._fixed or self._extent.rows
+        for number, values in enumerate(ZEROS, len(EXTENTS) * 10):
+            if not self._has_difference:
+                self._examine(values, self._generator.rows(count, values, seed=number))
+        if not self._has_difference:
+            self._compare_integer_markers(is_confined=True)
+        return self._judge()
+
+    def _compare_integer_markers(self, *, is_confined: bool) -> None:
+        """Compare rows with integers that often stand for a missing value."""
+        for number in self._integer_markers(is_confined=is_confined):
+            for each in self._rare_rows((), f"{number}", number):
+                self._worst_similar = _larger_of(self._worst_similar, each)
 
     def _examine(self, values: Values, rows: Arrays) -> None:
         """Compare the results of rows in all batches with the reference, unless its runs fail."""
@@ -335,11 +363,11 @@ class _Measurement:
             kinds.append(Values(high=9))
             if not self._constants.has_divisions:
                 self._may_be_zero = True
-                kinds += [Values(low=0, high=1), Values(low=-2)]
+                kinds[1:1] = ZEROS
         if generator.has_floats:
             kinds += [Values(scale=100.0), Values(scale=10.0, are_positive=True)]
         if generator.has_texts:
-            kinds.append(Values(words=("", *DIGITS)))
+            kinds += [Values(words_of_text=4), Values(words=("", *DIGITS))]
         if generator.has_texts and (words := tuple(self._constants.words)):
             kinds += [Values(words=words), Values(words=words, words_of_text=4)]
         return kinds
@@ -482,7 +510,7 @@ class _Measurement:
         if not (generator.has_floats if rare else generator.has_integers):
             return
         count = self._fixed or 2 * self._extent.rows
-        own = list(range(0, count, 2))
+        own = list(range(1, count - 1, 2))  # The first and the last row are of others.
         first = self._generator.rows(count, Values(), seed=92)
         high = 2 if rare else 9
         kind = Values(rare=rare, rare_integer=rare_integer)
@@ -521,7 +549,10 @@ class _Measurement:
                 yield from self._compare_one(rows, found, index, others, text)
         elif not isinstance(self._results(others), str):
             pairs = {name: np.stack([others[name], rows[name]], axis=1) for name in rows}
-            mixed = {name: pair.reshape(2 * count, *pair.shape[2:]) for name, pair in pairs.items()}
+            mixed = {  # The first and the last row are of others.
+                name: np.concatenate([pair.reshape(2 * count, *pair.shape[2:]), others[name][-1:]])
+                for name, pair in pairs.items()
+            }
             own = list(range(1, 2 * count, 2))
             yield from self._compare(mixed, found, list(range(count)), text, own)
 
@@ -585,7 +616,7 @@ class _Measurement:
         """The results of a batch, or the text of its error."""
         if self._is_late:
             self._raise_late()
-        self._run = Run()
+        self._run = Run(is_trial=True)
         try:
             return self._model.results(_row_count(rows), rows, self._run)
         except (ContractError, ExecutionFailed) as error:

@@ -30,7 +30,7 @@ from iskander.foundation import clock
 from iskander.foundation.decoders import thread_safe
 from iskander_worker.loading.measurement import Measurement
 
-FORMAT = 4
+FORMAT = 5
 ENTRIES_MAX = 4096
 FILES_MAX = 256
 RECORD_BYTES_MAX = 1 << 16

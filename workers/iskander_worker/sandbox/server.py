@@ -129,13 +129,14 @@ def _read_report(read_fd: int) -> Verdict | None:
     """The verdict that a fork has written, with its measurement if it has written one."""
     os.set_blocking(read_fd, False)
     try:
-        first, _, second = os.read(read_fd, _REPORT_BYTES).partition(b"\n")
+        first, *measurements = os.read(read_fd, _REPORT_BYTES).splitlines()
         verdict = msgspec.json.decode(first, type=Verdict)
-    except (BlockingIOError, msgspec.DecodeError, UnicodeDecodeError):
+    except (BlockingIOError, ValueError):
         return None
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        measurement = msgspec.json.decode(second, type=Measurement)
-        return msgspec.structs.replace(verdict, measurement=measurement)
+    for line in reversed(measurements):  # The last one counts.
+        with contextlib.suppress(ValueError):
+            measurement = msgspec.json.decode(line, type=Measurement)
+            return msgspec.structs.replace(verdict, measurement=measurement)
     return verdict
 
 
@@ -161,7 +162,7 @@ def _run_fork(request: JobRequest, server_pid: int, write_fd: int) -> NoReturn:
             verdict, session = _load_job(request.job)
             os.write(write_fd, msgspec.json.encode(verdict) + b"\n")
             if session is not None:
-                os.write(write_fd, msgspec.json.encode(_measure(session, request.deadline_ns)))
+                _measure(session, request.deadline_ns, write_fd)
             # No orderly exit: threads of the runtime could block it, and nothing is to be saved.
             os._exit(0)
     except BaseException as error:
@@ -206,9 +207,15 @@ def _load_job(job: Job) -> tuple[Verdict, Session | None]:
         return Verdict(error=shorten(failure.message, ERROR_CHARACTERS_MAX)), None
 
 
-def _measure(session: Session, deadline_ns: int) -> Measurement:
-    """Measure the rows of a loaded model, before the deadline of its load."""
+def _measure(session: Session, deadline_ns: int, write_fd: int) -> None:
+    """Measure the rows of a loaded model, before the deadline of its load; write what is found.
+
+    What is found before batches that may end the process is written before them.
+    """
     from iskander_worker.loading.row_measurement import MEASURE_S
+
+    def write(found: Measurement) -> None:
+        os.write(write_fd, msgspec.json.encode(found) + b"\n")
 
     left_s = MEASURE_SHARE * max(deadline_ns - now_ns(), 0) / NS_PER_S
     seconds = min(MEASURE_S, left_s)
@@ -216,8 +223,8 @@ def _measure(session: Session, deadline_ns: int) -> Measurement:
     signal.setitimer(signal.ITIMER_REAL, seconds + ABORT_S)
     # The session that is opened with this measurement raises the error.
     with contextlib.suppress(ManifestError):
-        session.measure(is_confined=True, seconds=seconds)
-    return session.measurement
+        session.measure(is_confined=True, seconds=seconds, on_risk=write)
+    write(session.measurement)
 
 
 def _load(job: Job) -> tuple[str, Session]:

@@ -191,8 +191,9 @@ LANE_METRICS: tuple[Metric[Lane], ...] = (
            "batches ended workers.", lambda lane: lane.is_isolated),
     _gauge("iskander_model_quarantined", "", "Whether its requests are rejected because its "
            "batches ended workers repeatedly.", lambda lane: lane.quarantine is not None),
-    Metric("iskander_refusals_total", "counter", "requests", ("code",), "Requests rejected before "
-           "they ran, by error code.", _counts("refused.", REFUSALS)),
+    Metric("iskander_refusals_total", "counter", "requests", ("code",), "Requests rejected at "
+           "their lane, by error code; not those whose content was rejected before.",
+           _counts("refused.", REFUSALS)),
     Metric("iskander_failures_total", "counter", "requests", ("code",), "Requests that failed in a "
            "worker, by error code.", _counts("failed.", FAILURES)),
     Metric("iskander_deadlines_total", "counter", "requests", ("result",), "Requests with a "

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from iskander_worker.backends import Run
 from iskander_worker.loading.generated_rows import RowGenerator, Values
+from iskander_worker.loading.measurement import Measurement
 from iskander_worker.loading.row_measurement import RowVerdict, measure_rows
 from iskander_worker.session import Session
 from onnx import TensorProto
@@ -82,6 +83,31 @@ def test_integer_marker(marker: int, element: int, tmp_path: Path) -> None:
     folder = row_graphs.integer_marker_mean(tmp_path / "m", marker, element)
     # A large marker dominates the mean, so that the difference is small beside it.
     assert verdict_of(folder).verdict in ("approximate", "dependent")
+
+
+def test_padding_beside_a_division_of_floats(tmp_path: Path) -> None:
+    """Zeros are tried although the graph has a division, last, because they could be a crash."""
+    session = Session(model_spec(row_graphs.trimmed_tokens(tmp_path / "m")), 1)
+    before: list[Measurement] = []
+    try:
+        session.warm_up(1000)
+        session.measure(is_confined=True, on_risk=before.append)
+        assert session.relation.verdict == "dependent", session.relation.evidence
+    finally:
+        session.close()
+    assert [found.verdict for found in before] == ["independent"]
+    assert "integers below 1 crash it" in before[0].evidence
+
+
+@pytest.mark.parametrize("row", [0, -1])
+def test_missing_value_in_the_first_or_last_row(row: int, tmp_path: Path) -> None:
+    """Rows of one caller are the first or the last ones of a combined batch."""
+    assert verdict_of(row_graphs.missing_in_row(tmp_path / "m", row)).verdict == "dependent"
+
+
+def test_texts_with_different_numbers_of_words(tmp_path: Path) -> None:
+    """Padding to the longest text of the batch."""
+    assert verdict_of(row_graphs.padded_words(tmp_path / "m")).verdict == "dependent"
 
 
 def test_other_number_of_results_than_rows(tmp_path: Path) -> None:
