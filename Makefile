@@ -26,8 +26,9 @@ serve: setup
 test: .venv/.installed-tests
 	$(BIN)/pytest $(SIDE_BY_SIDE)
 
+# Without processes, and with fewer random examples.
 test-fast: .venv/.installed-tests
-	$(BIN)/pytest tests/unit tests/spec tests/tidy
+	$(BIN)/pytest -q -n auto --hypothesis-profile=fast tests/unit tests/spec tests/tidy
 
 # Slow tests too, clients in other languages, fuzzing for 60 s a target, alerts in a real Prometheus, and
 # ten minutes of mixed load. Tests whose tools are missing are skipped by name: g++, go with

@@ -39,7 +39,7 @@ def main() -> None:
     address = tomllib.loads(CONFIG.read_text())["server"]["address"]
     with tempfile.TemporaryDirectory(prefix="iskander-") as folder:
         command = [str(Path(sys.executable).parent / "iskander-gateway"), "--config", str(CONFIG)]
-        print(f"$ iskander-gateway --config {CONFIG.relative_to(ROOT)}")
+        print(f"starts: iskander-gateway --config {CONFIG.relative_to(ROOT)}")
         started = time.perf_counter()
         environment = dict(os.environ, ISKANDER_SERVER__RUNTIME_DIRECTORY=folder)
         environment["ISKANDER_ADMIN__LOG_LEVEL"] = "warning"

@@ -55,6 +55,7 @@ os.environ["XDG_CACHE_HOME"] = CACHE = tempfile.mkdtemp(prefix="isk-cache-", dir
 # A slow machine is no failure: examples have no deadline.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
+settings.register_profile("fast", deadline=None, max_examples=10)
 # For `benchmarks`, which is in no wheel; last, so that the tests use an installed `iskander`.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 

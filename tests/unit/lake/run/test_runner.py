@@ -869,7 +869,7 @@ def test_table_of_related_rows_above_the_limit_is_an_error_of_the_plan(tmp_path:
     bench.client.description = related(29)
     with pytest.raises(LimitExceeded) as caught:
         bench.planned()
-    for part in ("30 rows", "limit 29", "max_batch_rows", "row 3", "combine = true"):
+    for part in ("30 rows", "limit 29 (`limits.rows`)", "row 3", "combine = true"):
         assert part in caught.value.message
     # With a filter, only reading tells.
     bench = Bench(tmp_path, filter="x >= 0")
