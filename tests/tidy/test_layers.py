@@ -6,7 +6,7 @@ import ast
 import functools
 from pathlib import Path
 
-import pytest
+from support.loops import for_each
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -307,7 +307,7 @@ def _runtime_imports(name: str, modules: set[str]) -> set[str]:
     return targets - {_module(name)}
 
 
-@pytest.mark.parametrize("library", IMPORTERS)
+@for_each(IMPORTERS)
 def test_library_is_imported_only_by_its_modules(library: str) -> None:
     importers, alternative = IMPORTERS[library]
     for name in SOURCES:
@@ -316,6 +316,6 @@ def test_library_is_imported_only_by_its_modules(library: str) -> None:
             raise AssertionError(f"{name} imports {library}; use {alternative}")
 
 
-@pytest.mark.parametrize("name", PURE)
+@for_each(PURE)
 def test_pure_modules_have_no_side_effects(name: str) -> None:
     assert not imports(name) & IMPURE

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from support.loops import for_each
 
 from iskander.cli.main import build_parser
 from iskander.config.reference import settings
@@ -47,10 +47,9 @@ FIELD_TYPES = {int, float, str}
 QUOTED = re.compile(r"`([^`]+)`")
 SETTINGS = {setting.path for setting in settings()}
 SECTIONS = {path.partition(".")[0] for path in SETTINGS}
-IDS = [path.relative_to(ROOT).as_posix() for path in SOURCES]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=IDS)
+@for_each(SOURCES)
 def test_only_declared_events_are_logged(path: Path) -> None:
     name, tree = path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
     groups = _imported_groups(tree)
@@ -63,7 +62,7 @@ def test_only_declared_events_are_logged(path: Path) -> None:
             assert hasattr(groups[_base(call)], call.attr) and call.attr in EVENTS, call.lineno
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=IDS)
+@for_each(SOURCES)
 def test_servers_write_to_stderr_only_by_the_log(path: Path) -> None:
     name = path.relative_to(ROOT).as_posix()
     if name in WRITES or path.relative_to(ROOT).parts[1] in FREE:
@@ -94,7 +93,7 @@ def test_groups_have_every_event() -> None:
     assert LIBRARY_MESSAGE not in EVENTS
 
 
-@pytest.mark.parametrize("name", EVENTS)
+@for_each(EVENTS)
 def test_event_is_complete(name: str) -> None:
     event = EVENTS[name]
     assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name)
@@ -105,7 +104,7 @@ def test_event_is_complete(name: str) -> None:
     assert not event.fields.keys() & set(RESERVED)
 
 
-@pytest.mark.parametrize("name", EVENTS)
+@for_each(EVENTS)
 def test_event_names_existing_settings_events_and_commands(name: str) -> None:
     event = EVENTS[name]
     for quoted in QUOTED.findall(f"{event.meaning} {event.advice}"):

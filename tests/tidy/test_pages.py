@@ -7,8 +7,8 @@ import tomllib
 from pathlib import Path
 
 import msgspec
-import pytest
 from support.commands import options, parsers
+from support.loops import for_each
 
 from iskander.config.reference import settings
 from iskander.config.schema import Config
@@ -36,9 +36,7 @@ PARAMETERS = {f"iskander_{name}" for name in ClientTerms.__struct_fields__}
 """Names of request parameters, which are no metrics."""
 METRIC = re.compile(r"(grep )?(?<![\w:./-])(iskander_[a-z_]+)(?<!_worker)(\*?)(?=[`{\s])")
 
-each_page = pytest.mark.parametrize(
-    "page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix()
-)
+each_page = for_each(PAGES)
 
 
 @each_page

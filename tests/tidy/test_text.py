@@ -1,4 +1,4 @@
-"""Rules for text: function length, docstrings, request steps, generated pages, links."""
+"""Rules for text: function length, request steps, generated pages, links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from support.loops import for_each
 
 import iskander
 
@@ -22,18 +22,13 @@ SOURCES = [
 ]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@for_each(SOURCES)
 def test_functions_have_a_maximum_length(path: Path) -> None:
     text = path.read_text()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno < FUNCTION_LINES_MAX, node.name
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_module_has_a_docstring(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
 
 
 def test_request_page_lists_the_steps_of_the_source() -> None:
