@@ -121,10 +121,12 @@ def reject_nulls(is_null: np.ndarray, location: ValueLocation) -> None:
     """Raise a ContractError if any element is null."""
     count = int(np.count_nonzero(is_null))
     if count:
+        row = location.row(is_null)
         raise ContractError(
-            f"column `{location.column}` has {count} nulls, the first in row "
-            f"{location.row(is_null)}; the model input does not accept nulls",
+            f"column `{location.column}` has {count} nulls, the first in row {row}; the model "
+            "input does not accept nulls",
             column=location.column,
+            row=row,
         )
 
 
@@ -137,10 +139,12 @@ def _nulls_as_zero(values: Values) -> np.ndarray:
 def _reject(bad: np.ndarray, data: np.ndarray, reason: str, location: ValueLocation) -> None:
     count = int(np.count_nonzero(bad))
     if count:
+        row = location.row(bad)
         raise ContractError(
-            f"column `{location.column}`: row {location.row(bad)} has {data[bad][0]}; {reason} "
+            f"column `{location.column}`: row {row} has {data[bad][0]}; {reason} "
             f"{count} of {bad.size} values",
             column=location.column,
+            row=row,
         )
 
 

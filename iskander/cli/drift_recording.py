@@ -21,7 +21,7 @@ from iskander.contract.manifest import model_file
 from iskander.errors import ConfigError
 from iskander.foundation.clock import NS_PER_S, now_ns, pause_s
 from iskander.lake.planning import cut, describe
-from iskander.lake.run.server import model_name, prepared_server
+from iskander.lake.run.server import model_name, model_path, prepared_server
 from iskander.lake.sources import Source, open_source
 from iskander.lake.whole import whole_if_needed
 from iskander.sampling.drift.reference import (
@@ -81,7 +81,7 @@ def record(
     """
     if config is not None and output is None:
         raise ConfigError("--config needs --output")
-    file = output or model_file(Path(model)).parent / FILE
+    file = output or model_file(model_path(model)).parent / FILE
     name = model if config is not None else model_name(model)
     with tempfile.TemporaryDirectory(prefix="isk-drift-") as folder:
         references = Path(folder, "references")

@@ -16,13 +16,20 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from iskander.cli import command
-from iskander.errors import ConfigError, FilterError, IskanderError, ModelMoved
+from iskander.errors import (
+    ConfigError,
+    ContractError,
+    Fault,
+    FilterError,
+    IskanderError,
+    ModelMoved,
+)
 from iskander.foundation.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -38,6 +45,8 @@ if TYPE_CHECKING:
     from iskander.lake.sources import Source
 
 ENGINES: Final = ("here", "ray")
+COLUMNS_SHOWN: Final = 10
+"""Columns of the input in an error."""
 ATTEMPTS: Final = 40
 """Attempts without a result between them: about a minute, enough for a server that restarts."""
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20,
@@ -94,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", type=int, metavar="N", help="streams; default: one for each core, 2 to 8")
     add("--unit-size", metavar="BYTES", help="input of one unit; default: 128MiB")
     add("--state", metavar="FOLDER", help="default: _iskander/NAME beside the output")
-    add("--resume", action="store_true", help="require an earlier run, and continue it")
+    add("--resume", action="store_true", help="continue, or fail without an earlier run")
     add("--restart", action="store_true", help="delete the state of an earlier run")
     add("--unattended", action="store_true", help="for timers: run only if there is new input")
     add("--dry-run", action="store_true", help="show the plan; score one batch")
@@ -349,7 +358,10 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
         )
         stack.callback(source.close)
         source = whole_if_needed(source, description)
-        planned = plan_job(job, source, description)
+        try:
+            planned = plan_job(job, source, description)
+        except ContractError as error:
+            raise _with_map(error, source.schema.names) from None
         if job.unattended and journal is not None and journal.is_of_another(planned.plan):
             job = dataclasses.replace(job, unattended=False, restart=True)
         if arguments.dry_run:
@@ -410,7 +422,7 @@ def _run_job(
         _say(f"{error.message} [{error.code}]")
         # With the same options these would fail again.
         if not isinstance(error, ConfigError | JobConflict | ModelMoved | OutputExists):
-            _print_resume(journal)
+            _print_resume(journal, _advice(error, job, journal))
         return ExitCode.USAGE if isinstance(error, ConfigError) else ExitCode.FAILED
     _write_report(arguments, report)
     return ExitCode.QUARANTINED if report.quarantined else ExitCode.DONE
@@ -432,9 +444,39 @@ def _stopped_by_signals(stop: Stop) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _print_resume(journal: Journal | None) -> None:
-    """Print the command that continues the job, if there is something to continue."""
-    if journal is None or not (journal.folder / "plan.json").exists():
+def _with_map(error: ContractError, names: Sequence[str]) -> ContractError:
+    """Add the option for a missing column to an error, and the columns of the input."""
+    column, nearest = error.column, error.fields.get("nearest")
+    if column is None or column in names or "wanted" not in error.fields:
+        return error
+    shown = ", ".join(f"`{each}`" for each in names[:COLUMNS_SHOWN])
+    more = f" and {len(names) - COLUMNS_SHOWN} more" if len(names) > COLUMNS_SHOWN else ""
+    text = f"{error.message}. Use --map {column}={nearest or 'COLUMN'} to read another column"
+    return ContractError(f"{text}; the input has {shown}{more}", **error.fields)
+
+
+def _advice(error: IskanderError, job: Job, journal: Journal | None) -> str:
+    """What to change, for an error that the same data and options give again; else empty."""
+    from iskander.lake.rows import is_row_error
+
+    is_of_rows = is_row_error(error)
+    is_input = error.fault == Fault.CLIENT and error.status == "INVALID_ARGUMENT"
+    if error.retryable or not (is_of_rows or is_input):
+        return ""
+    text = "The job would fail again: change the data or the options"
+    if journal is not None and journal.has_plan:
+        text += ", and start again with --restart"
+    if is_of_rows and job.on_error == "fail":
+        text += ". For rows that the model rejects, see --on-error null or quarantine=FOLDER"
+    return text + "."
+
+
+def _print_resume(journal: Journal | None, advice: str = "") -> None:
+    """Print advice, or the command that continues the job if there is something to continue."""
+    if advice:
+        sys.stderr.write(f"{advice}\n")
+        return
+    if journal is None or not journal.has_plan:
         return
     words = [each for each in sys.argv[1:] if each not in ("--restart", "--resume")]
     resume = shlex.join(["iskander", *words, "--resume"])

@@ -127,6 +127,11 @@ class Journal:
             self._lines = _open_lines(self.folder / JOURNAL)
         return earlier is not None
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether the folder has the state of a job."""
+        return (self.folder / PLAN).exists()
+
     def plan(self) -> Plan | None:
         """Read the plan of the earlier run; None if there is none.
 

@@ -17,6 +17,7 @@ from iskander.client.slicing import slices, whole
 from iskander.errors import ContractError, IskanderError, LimitExceeded
 from iskander.foundation import clock
 from iskander.lake.execution import execution
+from iskander.lake.failures import located
 from iskander.lake.filters import Filter, parse_filter
 from iskander.lake.job import Job
 from iskander.lake.plan import Plan, fingerprint, limited, model_digest
@@ -127,9 +128,13 @@ def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned
         if name
     }
     sent = tuple(dict.fromkeys(name for name in schema.names if name in wanted))
-    matching = Matching(
-        description, pa.schema([schema.field(name) for name in sent]), columns=job.columns
-    )
+    inputs = pa.schema([schema.field(name) for name in sent])
+    try:
+        matching = Matching(description, inputs, columns=job.columns)
+    except ContractError:
+        # With all columns of the input, the error names the nearest one of a missing one.
+        Matching(description, schema, columns=job.columns)
+        raise
     is_all = job.quarantine is not None
     read = pa.schema([each for each in schema if is_all or each.name in {*kept, *sent}])
     output = pa.schema(
@@ -225,11 +230,23 @@ def score_first(
     batch = next(batches, None)
     if batch is None:
         return None
-    matched = planned.matching.apply(batch.select(planned.sent))
-    sent = next(cut(matched, planned.description))
-    started_ns = clock.now_ns()
-    for _ in client.stream(plan.model, [sent], version=plan.version):
-        pass
+    try:
+        matched = planned.matching.apply(batch.select(planned.sent))
+        sent = next(cut(matched, planned.description))
+        batch = batch.slice(0, sent.num_rows)
+        started_ns = clock.now_ns()
+        for _ in client.stream(plan.model, [sent], version=plan.version):
+            pass
+    except IskanderError as error:
+        raise located(
+            error,
+            source,
+            plan.units[0],
+            planned.filter,
+            first=0,
+            batch=batch,
+            columns=job.columns,
+        ) from error
     return sent.num_rows, (clock.now_ns() - started_ns) / clock.NS_PER_S
 
 

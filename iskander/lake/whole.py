@@ -17,6 +17,7 @@ from iskander.errors import ContractError, LimitExceeded
 from iskander.lake.filters import Filter
 from iskander.lake.plan import Unit, total_rows
 from iskander.lake.plan import unit as make_unit
+from iskander.lake.positions import Position
 from iskander.lake.sources import Source
 
 READ_ROWS: Final = 8192
@@ -78,6 +79,18 @@ class WholeSource:
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             text = f"the rows of the input cannot be joined to one batch: {error}"
             raise ContractError(text) from None
+
+    def locate(self, unit: Unit, row: int, filter: Filter | None) -> Position | None:
+        """Find a row in the file of the unit that has it."""
+        del unit
+        units = self._source.units()
+        for each in units:
+            # Rows of a stream cannot be counted, and it is one unit.
+            rows = self._source.count(each, filter) if len(units) > 1 else row + 1
+            if row < rows:
+                return self._source.locate(each, row, filter)
+            row -= rows
+        return None
 
     def close(self) -> None:
         """Close the source."""

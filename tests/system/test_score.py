@@ -275,8 +275,50 @@ def with_nulls(tmp_path: Path) -> Path:
 def test_rejected_row_fails_the_job(gateway: Gateway, with_nulls: Path, tmp_path: Path) -> None:
     words = ("ids", with_nulls, "-o", "out", "--server", gateway.address)
     _, text = score(tmp_path, *words, code=1)
-    assert "nulls" in text and "--resume" in text
+    assert f"input {with_nulls}, row 17 (from 0): column `x` has 3 nulls" in text
+    # The same job would fail again.
+    assert "change the data or the options" in text and "--on-error null" in text
+    assert "--resume" not in text
     assert not list(tmp_path.glob("out/part-*"))
+
+
+def test_error_of_a_batch_names_the_file_and_its_row(gateway: Gateway, tmp_path: Path) -> None:
+    """Batches and units join small files, and the filter removes rows before the bad one."""
+    (tmp_path / "in").mkdir()
+    for index in range(3):
+        x: list[int | None] = list(range(1000))
+        if index == 1:
+            x[517] = None
+        table = pa.table({"x": x, "id": list(range(1000))})
+        pq.write_table(table, tmp_path / f"in/{index}.parquet", row_group_size=300)
+    words = ("-o", "out", "--server", gateway.address, "--batch-rows", "256", "--restart")
+    one = ("in/1.parquet", "--filter", "id > 510", "--dry-run")
+    for more in (("in",), ("in", "--filter", "id > 500"), one):
+        _, text = score(tmp_path, "ids", *more, *words, code=1)
+        assert "in/1.parquet, row 517 (from 0): column `x` has 1 nulls" in text
+
+
+def test_folder_with_versions_is_its_newest_one(place: Path, tmp_path: Path) -> None:
+    for version in (1, 9, 10):
+        models.row_ids(tmp_path / f"churn/{version}")
+    (tmp_path / "churn/11").mkdir()  # Without a model yet.
+    words = ("churn", place / "in", "-o", "out")
+    out, _ = score(tmp_path, *words, "--dry-run")
+    assert b"model     churn, version 10" in out
+    score(tmp_path, *words)
+    assert pq.read_table(tmp_path / "out").num_rows == ROWS
+
+
+def test_missing_column_is_answered_with_the_option_to_map(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    for name, option in (("X1", "--map x=X1"), ("other", "--map x=COLUMN")):
+        pq.write_table(pa.table({name: [1], "id": [1]}), tmp_path / "in.parquet")
+        words = ("ids", "in.parquet", "-o", "out", "--server", gateway.address)
+        _, text = score(tmp_path, *words, code=1)
+        assert "column `x` is missing" in text and option in text
+        assert f"the input has `{name}`, `id`" in text
+        assert ("the nearest is `X1`" in text) == (name == "X1")
 
 
 def test_rejected_rows_are_null(gateway: Gateway, with_nulls: Path, tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ complete -c iskander -n '_shtab_iskander_using score' -l batch-rows -x -d 'defau
 complete -c iskander -n '_shtab_iskander_using score' -l concurrency -x -d 'streams; default: one for each core, 2 to 8'
 complete -c iskander -n '_shtab_iskander_using score' -l unit-size -x -d 'input of one unit; default: 128MiB'
 complete -c iskander -n '_shtab_iskander_using score' -l state -xka "(__fish_complete_path (commandline -ct))" -d 'default: _iskander/NAME beside the output'
-complete -c iskander -n '_shtab_iskander_using score' -l resume -d 'require an earlier run, and continue it'
+complete -c iskander -n '_shtab_iskander_using score' -l resume -d 'continue, or fail without an earlier run'
 complete -c iskander -n '_shtab_iskander_using score' -l restart -d 'delete the state of an earlier run'
 complete -c iskander -n '_shtab_iskander_using score' -l unattended -d 'for timers: run only if there is new input'
 complete -c iskander -n '_shtab_iskander_using score' -l dry-run -d 'show the plan; score one batch'

@@ -355,7 +355,7 @@ _shtab_iskander_score_options=(
   "--concurrency[streams\; default\: one for each core, 2 to 8]:N:"
   "--unit-size[input of one unit\; default\: 128MiB]:BYTES:"
   "--state[default\: _iskander\/NAME beside the output]:FOLDER:_files"
-  "--resume[require an earlier run, and continue it]"
+  "--resume[continue, or fail without an earlier run]"
   "--restart[delete the state of an earlier run]"
   "--unattended[for timers\: run only if there is new input]"
   "--dry-run[show the plan\; score one batch]"

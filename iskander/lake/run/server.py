@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from iskander.client import OFF, Client
+from iskander.contract.manifest import model_file
 from iskander.errors import ConfigError, IskanderError, NotReady, utf8_problem
 from iskander.foundation import clock
 
@@ -49,6 +50,7 @@ DEATHS_MAX: Final = 1000
 _LOG_BYTES: Final = 4000
 _POLL_S: Final = 0.1
 _READY_POLL_S: Final = 0.02
+_VERSION = re.compile(r"0|[1-9][0-9]{0,17}")
 _NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _WRAPPER: Final = (
     "import ctypes, os, signal, sys\n"
@@ -71,6 +73,26 @@ def model_name(path: str) -> str:
             last = parts[-2]
     name = _NAME.sub("-", last)[:100]
     return name if name[:1].isalnum() else f"model{name}"
+
+
+def model_path(path: str) -> Path:
+    """Path to serve for a given one: of a model's folder with versions, the newest one.
+
+    The newest is the greatest number. A folder that has a model itself is that model.
+    """
+    given = Path(path)
+    if not given.is_dir() or _has_model(given):
+        return given
+    try:
+        versions = [each for each in given.iterdir() if _VERSION.fullmatch(each.name)]
+    except OSError:
+        return given  # The server says why it cannot be read.
+    served = [each for each in versions if _has_model(each)]
+    return max(served, key=lambda each: int(each.name), default=given)
+
+
+def _has_model(folder: Path) -> bool:
+    return any(model_file(folder, backend).is_file() for backend in ("onnx", ""))
 
 
 class PrivateServer:
@@ -277,7 +299,7 @@ def prepared_server(
             f"{given}: does not exist; without --server, MODEL is a model file or folder, or a "
             "model of --config"
         )
-    path = Path(given).absolute()
+    path = (model_path(given) if config is None else Path(given)).absolute()
     if problem := utf8_problem(str(path)):
         raise ConfigError(f"model: {problem}: rename a folder of it")
     with _folder() as folder:

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from iskander.errors import ContractError, IskanderError
 from iskander.foundation import clock
+from iskander.lake.failures import located
 from iskander.lake.job import Job
 from iskander.lake.journal import Finished
 from iskander.lake.plan import Unit
@@ -44,19 +45,25 @@ TTL_MS: Final = 3_600_000
 class _Read(NamedTuple):
     """A batch that was read, its parts that are sent, and the bytes of both.
 
-    `error` is that of a batch that cannot be sent.
+    `first` is the number of its first row in the unit, and `error` that of a batch that cannot be
+    sent.
     """
 
     batch: pa.RecordBatch
+    first: int
     parts: list[pa.RecordBatch]
     size: int
     error: IskanderError | None
 
 
 class _Sent(NamedTuple):
-    """A part of a read batch; `size` is that of the whole batch for its last part, else 0."""
+    """A part of a read batch; `size` is that of the whole batch for its last part, else 0.
+
+    `first` is the number of its first row in the unit.
+    """
 
     batch: pa.RecordBatch
+    first: int
     size: int
     sent_ns: int
 
@@ -189,17 +196,32 @@ class UnitRun:
 
     def _prepared(self, batch: pa.RecordBatch) -> _Read:
         try:
-            parts = self._parts(batch, first_row=self.rows_in)
+            parts = self._parts(batch)
         except IskanderError as error:
             if not self._policy.can_handle(error):
-                raise
-            return _Read(batch, [], batch.nbytes, error)
-        return _Read(batch, parts, batch.nbytes + sum(each.nbytes for each in parts), None)
+                raise self._located(error, self.rows_in, batch) from error
+            return _Read(batch, self.rows_in, [], batch.nbytes, error)
+        return _Read(
+            batch, self.rows_in, parts, batch.nbytes + sum(each.nbytes for each in parts), None
+        )
 
-    def _parts(self, batch: pa.RecordBatch, *, first_row: int = 0) -> list[pa.RecordBatch]:
+    def _located(self, error: IskanderError, first: int, batch: pa.RecordBatch) -> IskanderError:
+        """Return the error of a batch that begins at row `first` of the unit, with its place."""
+        shared = self.shared
+        return located(
+            error,
+            shared.source,
+            self.unit,
+            shared.planned.filter,
+            first=first,
+            batch=batch,
+            columns=shared.job.columns,
+        )
+
+    def _parts(self, batch: pa.RecordBatch) -> list[pa.RecordBatch]:
         """Match a batch and cut it to the server's limits."""
         planned = self.shared.planned
-        matched = planned.matching.apply(batch.select(planned.sent), first_row=first_row)
+        matched = planned.matching.apply(batch.select(planned.sent))
         return list(cut(matched, planned.description))
 
     def _score(self) -> None:
@@ -224,7 +246,14 @@ class UnitRun:
         outcomes = call(plan.model, self._feed(), version=plan.version, terms=self._terms)
         while True:
             started_ns = clock.now_ns()
-            outcome = next(outcomes, None)
+            try:
+                outcome = next(outcomes, None)
+            except IskanderError as error:
+                if not self._pending:
+                    raise
+                # Outcomes are in the order of the batches.
+                failed = self._pending[0]
+                raise self._located(error, failed.first, failed.batch) from error
             now_ns = clock.now_ns()
             waited_ns += now_ns - started_ns
             if outcome is None:
@@ -255,8 +284,9 @@ class UnitRun:
             for index, part in enumerate(read.parts):
                 is_last = index == len(read.parts) - 1
                 batch = read.batch.slice(offset, part.num_rows)
+                first, size = read.first + offset, read.size if is_last else 0
                 offset += part.num_rows
-                self._pending.append(_Sent(batch, read.size if is_last else 0, clock.now_ns()))
+                self._pending.append(_Sent(batch, first, size, clock.now_ns()))
                 yield part
 
     def _score_one(self, batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -16,6 +16,7 @@ from iskander.errors import ConfigError, SourceError
 from iskander.lake.filters import Filter
 from iskander.lake.job import STREAM, UNIT_BYTES
 from iskander.lake.plan import Unit
+from iskander.lake.positions import Position
 
 
 class Source(Protocol):
@@ -59,6 +60,12 @@ class Source(Protocol):
         Raises:
             SourceChanged: The data is not what was planned. It can come after the last batch, so
                 that no result counts before the iterator has ended.
+        """
+
+    def locate(self, unit: Unit, row: int, filter: Filter | None) -> Position | None:
+        """Find a row of a unit, after the filter, in its file; None if there is no such row.
+
+        It reads the filter's columns again at most, so it is for errors only.
         """
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from iskander.lake.filters import Condition, Filter
 from iskander.lake.plan import Unit
+from iskander.lake.positions import Position
 from iskander.lake.sources.reading import COUNT_ROWS, needed_columns, projected, rebatched
 
 
@@ -37,6 +38,18 @@ class UnitReader(Protocol):
 
         Raises:
             SourceChanged: The data is not what was planned.
+        """
+
+    def locate(
+        self, unit: Unit, row: int, needed: pa.Schema, condition: Condition | None
+    ) -> Position | None:
+        """Find a row of a unit, after the condition, in its file; see `Source.locate`.
+
+        Args:
+            unit: The unit.
+            row: Number of the row in the unit, after the condition.
+            needed: Columns to read: those of the condition, or one.
+            condition: Condition of the rows.
         """
 
 
@@ -81,6 +94,12 @@ class FrozenSource:
         needed = pa.schema([self.schema.field(name) for name in names])
         batches = self._reader.batches(unit, target, needed, condition, batch_rows)
         return rebatched(batches, batch_rows)
+
+    def locate(self, unit: Unit, row: int, filter: Filter | None) -> Position | None:
+        """Find a row in its file; see `Source.locate`."""
+        columns = filter.columns if filter is not None else self.schema.names[:1]
+        condition = filter.condition(self.schema) if filter is not None else None
+        return self._reader.locate(unit, row, projected(self.schema, columns), condition)
 
     def close(self) -> None:
         """Nothing stays open between units."""

@@ -17,6 +17,7 @@ from iskander.errors import ConfigError, SourceChanged, SourceError, Unsupported
 from iskander.lake.filters import Condition
 from iskander.lake.job import UNIT_BYTES
 from iskander.lake.plan import Unit
+from iskander.lake.positions import Position, kept_rows
 from iskander.lake.sources.base import FrozenSource
 from iskander.lake.sources.parquet import Footer, read_footer, require_known_dates
 from iskander.lake.sources.places import Stamp
@@ -123,6 +124,23 @@ class _Reader:
             self._check(path, size)
             if left is not None and left <= 0:
                 return
+
+    def locate(
+        self, unit: Unit, row: int, needed: pa.Schema, condition: Condition | None
+    ) -> Position | None:
+        """Find a row of a unit in its file; its number is unknown in a file with deletes."""
+        for values in unit.locator["files"]:
+            path, first = values["path"], 0
+            for raw in self._read_file(path, needed.names):
+                arrays = [_cast(raw, each) for each in needed]
+                batch = pa.RecordBatch.from_arrays(arrays, schema=needed)
+                kept = kept_rows(batch, None if condition is None else condition.rows)
+                if row < len(kept):
+                    has_deletes = bool(self._tasks[path].delete_files)
+                    return Position(path, None if has_deletes else first + kept[row].as_py())
+                row -= len(kept)
+                first += batch.num_rows
+        return None
 
     def _read_file(self, path: str, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         from pyiceberg.exceptions import ResolveError

@@ -18,6 +18,7 @@ import pyarrow.fs as pafs
 from iskander.errors import SourceChanged, SourceError
 from iskander.lake.filters import Condition, Filter
 from iskander.lake.plan import Unit, unit
+from iskander.lake.positions import Position, kept_rows
 from iskander.lake.sources.parquet import read_footer, read_groups
 from iskander.lake.sources.places import Stamp, check_unchanged, opened_as_planned
 
@@ -164,6 +165,36 @@ class FileReader:
             finally:
                 file.close()
             check_unchanged(filesystem, path, stamp)
+
+    def locate(
+        self, unit: Unit, row: int, needed: pa.Schema, condition: Condition | None
+    ) -> Position | None:
+        """Find a row of a unit in its file; see `UnitReader.locate`."""
+        for values in unit.locator["files"]:
+            path = values["path"]
+            filesystem = self._filesystems[values["filesystem"]]
+            with opened_as_planned(filesystem, path, Stamp.from_json(values)) as file:
+                first = self._first_row(file, values)
+                # Without the condition: no row group is left out, so that all rows count.
+                batches = self._batches(file, values, filesystem, needed, None, COUNT_ROWS)
+                for raw in batches:
+                    batch = self._finished(raw, values, needed, needed, None)
+                    kept = kept_rows(batch, None if condition is None else condition.rows)
+                    if row < len(kept):
+                        return Position(path, first + kept[row].as_py())
+                    row -= len(kept)
+                    first += batch.num_rows
+        return None
+
+    def _first_row(self, file: pa.NativeFile, values: Mapping[str, Any]) -> int:
+        """Number of rows of a file before the part of a unit."""
+        before = range(values.get("groups", (0, 0))[0])
+        if not before:
+            return 0
+        if self._format == "ipc":
+            return sum(each.num_rows for each in _read_ipc(file, before, ()))
+        metadata = read_footer(file, values["path"]).metadata
+        return sum(metadata.row_group(index).num_rows for index in before)
 
     def _batches(
         self,

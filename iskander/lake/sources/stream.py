@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from iskander.errors import SourceError, Unsupported
 from iskander.lake.filters import Filter
 from iskander.lake.plan import Unit, unit
+from iskander.lake.positions import Position
 from iskander.lake.sources.reading import needed_columns, projected, rebatched
 
 
@@ -93,6 +94,10 @@ class StreamSource:
                     return
         except (pa.ArrowException, OSError) as error:
             raise SourceError(f"standard input: the stream is damaged: {error}") from error
+
+    def locate(self, unit: Unit, row: int, filter: Filter | None) -> Position | None:
+        """Return the row of the stream; it is unknown after a filter, for no row is left."""
+        return Position("standard input", row if filter is None else None)
 
     def close(self) -> None:
         """Close the reader."""

@@ -354,9 +354,10 @@ class StreamCodec:
             _require_lengths(column, rows, nodes)
             for index in range(column.first_node, column.first_node + len(column.levels)):
                 if nodes[2 * index + 1]:
-                    text = f"column `{column.name}` has {nodes[2 * index + 1]} nulls; "
+                    nulls = int(nodes[2 * index + 1])
+                    text = f"column `{column.name}` has {nulls} nulls; "
                     text += "the model input does not accept nulls"
-                    raise ContractError(text, column=column.name)
+                    raise ContractError(text, column=column.name, nulls=nulls)
             assert column.spec is not None
             # Without rows, a string column may omit its offsets.
             length = column.spec.buffer_bytes(rows) if rows else 0

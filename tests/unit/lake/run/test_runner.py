@@ -34,6 +34,7 @@ from iskander.lake.job import Job
 from iskander.lake.journal import Finished, Journal
 from iskander.lake.plan import Plan, Unit, unit
 from iskander.lake.planning import Planned, describe, plan_job
+from iskander.lake.positions import Position
 from iskander.lake.run import runner, unit_run
 from iskander.lake.run.flow import Flow
 from iskander.lake.run.runner import Interrupted, Parts, Runner, Stop, memory_bytes
@@ -86,6 +87,9 @@ class ScriptedSource:
             yield batch.select(columns)
         if self.error_after is not None and self.error_after[0] == unit.index:
             raise self.error_after[1]
+
+    def locate(self, unit: Unit, row: int, filter: Filter | None) -> Position | None:
+        return Position(f"file-{unit.index}", row)
 
     def close(self) -> None:
         pass

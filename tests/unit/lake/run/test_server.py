@@ -33,6 +33,25 @@ def test_name_of_a_model_comes_from_its_path(tmp_path: Path, path: str, name: st
     assert server.model_name(str(file)) == name
 
 
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (("1/model.onnx", "10/model.onnx", "9/model.onnx"), "10"),
+        (("1/model.onnx", "2/model.onnx.part", "02/model.onnx", "x/model.onnx"), "1"),
+        (("3/manifest.toml", "2/model.onnx"), "3"),
+        (("model.onnx", "2/model.onnx"), ""),
+        (("notes.txt",), ""),
+    ],
+)
+def test_newest_version_of_a_folder_is_served(
+    tmp_path: Path, files: tuple[str, ...], expected: str
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert server.model_path(str(tmp_path)) == tmp_path / expected
+
+
 def test_folders_of_dead_commands_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
