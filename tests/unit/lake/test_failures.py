@@ -17,6 +17,7 @@ from iskander.lake.plan import Unit
 from iskander.lake.positions import Position
 from iskander.lake.sources.files import FileSource
 from iskander.lake.sources.stream import StreamSource
+from iskander.lake.whole import WholeSource
 
 ROWS = 100
 FILES = 3
@@ -52,6 +53,21 @@ def test_every_row_of_every_unit_is_found_in_its_file(
                 assert found == Position(str(tmp_path / f"{n // ROWS}.{format}"), n % ROWS)
                 count += 1
         assert source.locate(unit, count, condition) is None
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 1 << 20])
+def test_row_of_a_table_in_one_request_is_found_in_its_file(
+    tmp_path: Path, unit_bytes: int
+) -> None:
+    for index in range(FILES):
+        write(tmp_path, "parquet", index)
+    description: Any = None
+    source = WholeSource(FileSource([str(tmp_path)], unit_bytes=unit_bytes), description)
+    (unit,) = source.units()
+    found = source.locate(unit, 150, parse_filter("n >= 100"))
+    assert found == Position(str(tmp_path / "2.parquet"), 50)
+    assert source.locate(unit, 299, None) == Position(str(tmp_path / "2.parquet"), 99)
+    assert source.locate(unit, 300, None) is None
 
 
 class Places:

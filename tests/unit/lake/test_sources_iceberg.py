@@ -31,6 +31,7 @@ from pyiceberg.types import DoubleType
 from iskander.errors import SourceChanged, SourceError, Unsupported
 from iskander.lake.filters import parse_filter
 from iskander.lake.plan import limited
+from iskander.lake.positions import Position
 from iskander.lake.sources import open_source
 from iskander.lake.sources.iceberg import IcebergSource
 
@@ -249,7 +250,23 @@ def test_deletes_by_position_are_left_out(table: Any) -> None:
     source = IcebergSource(URI)
     kept = sorted(set(range(200)) - {0, 99, 150})
     assert sorted(row["id"] for row in rows(source)) == kept
-    assert source.count(source.units()[0], None) == 197
+    (unit,) = source.units()
+    assert source.count(unit, None) == 197
+    # The library does not tell which row of the file it left out.
+    assert source.locate(unit, 150, None) in [Position(uri, None) for uri in files.values()]
+
+
+@pytest.mark.parametrize("text", [None, "id >= 50"])
+def test_row_is_found_in_its_file(table: Any, text: str | None) -> None:
+    source = IcebergSource(URI)
+    condition = None if text is None else parse_filter(text)
+    (unit,) = source.units()
+    files = {number: (uri, ids.index(number)) for uri, ids in data_files(table).items()
+             for number in ids}  # fmt: skip
+    numbers = [row["id"] for row in rows(source, ["id"], text)]
+    found = [source.locate(unit, index, condition) for index in range(0, len(numbers), 31)]
+    assert found == [Position(*files[number]) for number in numbers[::31]]
+    assert source.locate(unit, len(numbers), condition) is None
 
 
 def data_files(table: Any) -> dict[str, list[int]]:
