@@ -41,6 +41,25 @@ def derive_manifest(graph: Graph) -> Manifest:
     )
 
 
+def require_clear_rows(graph: Graph) -> None:
+    """Require of a graph without a manifest that all its inputs have rows, or none.
+
+    Beside a state of one row, the open axis of another input is often a sequence.
+
+    Raises:
+        ManifestError: The first axis of one input is open, and that of another is fixed at 1.
+    """
+    leading = {tensor.name: tensor.shape[0] for tensor in graph.inputs if tensor.shape}
+    fixed = [name for name, size in leading.items() if size == 1]
+    opened = [name for name, size in leading.items() if not isinstance(size, int)]
+    require(
+        not (fixed and opened),
+        f"the first axis is open of {quoted(opened)}, and 1 of {quoted(fixed)}; if a row of a "
+        "batch has one of each, write a manifest (`iskander manifest`): rows then run one at a "
+        "time, and no state is kept between them",
+    )
+
+
 def declared_graph(manifest: Manifest) -> Graph:
     """The graph of a model whose files declare no tensors, from `[graph]`.
 
@@ -70,7 +89,9 @@ def compile_contract(
     The manifest names every input of the graph. It may omit outputs; these are not computed.
     `string_bytes` is the maximum of one string in a result.
     """
-    manifest = manifest or derive_manifest(graph)
+    if manifest is None:
+        require_clear_rows(graph)
+        manifest = derive_manifest(graph)
     require(bool(graph.inputs), "the graph has no inputs; a batch needs at least one")
     require(bool(manifest.outputs), "the manifest names no outputs")
     named = [entry.column for entry in manifest.inputs if entry.column is not None]

@@ -287,6 +287,15 @@ def test_inputs_with_different_fixed_rows_are_rejected() -> None:
         compile_contract(None, graph(inputs=[tensor("a", 5), tensor("b", 4)]))
 
 
+@pytest.mark.parametrize("size", ["N", None])
+def test_sequence_beside_a_state_of_one_row_needs_a_manifest(size: str | None) -> None:
+    """Its open axis is no axis of rows, and each row would get a state of its own."""
+    given = graph(inputs=[tensor("samples", size, 576), tensor("h", 1, 1, 128)])
+    with pytest.raises(ManifestError, match="is open of `samples`, and 1 of `h`; if a row"):
+        compile_contract(None, given)
+    assert compile_contract(derive_manifest(given), given).rows_fixed == 1
+
+
 @pytest.mark.parametrize(
     ("inputs", "output", "is_bound"),
     [
