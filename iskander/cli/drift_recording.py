@@ -123,7 +123,7 @@ def _send(
     source = open_source(inputs, types=types, plain_files=plain_files)
     source = whole_if_needed(source, description)
     try:
-        matching = Matching(description, source.schema, columns=columns)
+        matching = Matching(description, source.schema, columns=columns, decimals=source.decimals)
         matched = map(matching.apply, _batches(source))
         batches = (part for batch in matched for part in cut(batch, description))
         return sum(each.num_rows for each in client.stream(name, batches))

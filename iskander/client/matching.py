@@ -10,7 +10,7 @@ Runs on: the caller's threads. Pure.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -69,6 +69,8 @@ class Matching:
         schema: Schema of the batches.
         columns: Name of a column of the batches for the name of an input, where they differ.
             `a.b` is a field of the struct `a`.
+        decimals: Columns whose floating-point numbers are decimals without a binary type, such as
+            those of CSV. They become the nearest numbers of the model's floating-point type.
 
     Attributes:
         model: The model.
@@ -86,8 +88,10 @@ class Matching:
         schema: pa.Schema,
         *,
         columns: Mapping[str, str] | None = None,
+        decimals: Collection[str] = (),
     ) -> None:
         self.model = model
+        self._decimals = decimals
         self._given = schema
         self._columns = dict(columns or {})
         self._problems: list[ContractError] = []
@@ -176,7 +180,12 @@ class Matching:
             if wanted is None:
                 yield _Sent(name, source, path, field)
                 continue
-            if not _is_accepted(field, wanted.field, declared):
+            if source in self._decimals and _is_float(field) and _is_float(wanted.field):
+                if field.type != wanted.field.type:
+                    kind = pa.field(field.name, wanted.field.type)
+                    cast = _Cast(field.type, kind, is_checked=True, is_safe=False, is_nearest=True)
+                    field = kind
+            elif not _is_accepted(field, wanted.field, declared):
                 cast = _plan_cast(field, wanted.field, declared)
                 if cast is None:
                     got = _name(field)
@@ -340,19 +349,26 @@ class _LossError(Exception):
 
 
 class _Cast(NamedTuple):
-    """A cast of a column; values are compared after the way back if `is_checked`."""
+    """A cast of a column; values are compared after the way back if `is_checked`.
+
+    With `is_nearest`, they are only compared with infinity.
+    """
 
     source: pa.DataType
     field: pa.Field
     is_checked: bool
     is_safe: bool
+    is_nearest: bool = False
 
     def convert(self, array: Any) -> Any:  # noqa: ANN401
         """Cast an array, or raise `_LossError`."""
         plain = _plain(array)
         try:
             result = _cast(plain, _storage_of(self.field.type), {"safe": self.is_safe})
-            if self.is_checked:
+            if self.is_nearest:
+                if not pc.is_finite(_leaves(result)).equals(pc.is_finite(plain)):
+                    raise _LossError
+            elif self.is_checked:
                 back = _cast(result, plain.type, {"safe": True})
                 if not _equal(_leaves(back), _leaves(plain)):
                     raise _LossError
@@ -410,6 +426,10 @@ def _pick(batch: pa.RecordBatch, path: tuple[int, ...]) -> Any:  # noqa: ANN401
     for index in path[1:]:
         array = pc.struct_field(array, [index])
     return array
+
+
+def _is_float(field: pa.Field) -> bool:
+    return bool(pa.types.is_floating(field.type))
 
 
 def _is_accepted(field: pa.Field, wanted: pa.Field, declared: str) -> bool:

@@ -130,7 +130,7 @@ def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned
     sent = tuple(dict.fromkeys(name for name in schema.names if name in wanted))
     inputs = pa.schema([schema.field(name) for name in sent])
     try:
-        matching = Matching(description, inputs, columns=job.columns)
+        matching = Matching(description, inputs, columns=job.columns, decimals=source.decimals)
     except ContractError:
         # With all columns of the input, the error names the nearest one of a missing one.
         Matching(description, schema, columns=job.columns)
@@ -177,7 +177,7 @@ def _top(name: str, schema: pa.Schema) -> str:
 
 
 def csv_types(job: Job, description: ModelDescription) -> dict[str, pa.DataType]:
-    """Types for columns of CSV files: those of the model's inputs."""
+    """Types that a model wants of columns of CSV files and hive folders."""
     inputs = description.input_schema
     return {
         job.columns.get(name, name): inputs.field(name).type

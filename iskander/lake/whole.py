@@ -38,6 +38,7 @@ class WholeSource:
         self._description = description
         self.schema = source.schema
         self.snapshot = source.snapshot
+        self.decimals = source.decimals
         self.is_resumable = source.is_resumable
 
     def units(self) -> list[Unit]:

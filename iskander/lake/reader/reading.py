@@ -25,7 +25,7 @@ from iskander.lake.run.unit_run import Shared, UnitRun
 from iskander.lake.sinks.schemas import conformed
 from iskander.lake.sinks.writing import Staged
 from iskander.lake.sources.base import FrozenSource
-from iskander.lake.sources.reading import FileReader
+from iskander.lake.sources.reading import FileReader, decimals
 
 PRIORITY: Final = 9
 """Below all clients that set none: a scan does not delay them."""
@@ -53,7 +53,13 @@ def read(request: ReadRequest, client: Client, send: Send) -> None:
     files, _ = opened_root(request.source, request.root)
     unit = part.unit
     schema = pa.ipc.read_schema(pa.py_buffer(part.schema))
-    source = FrozenSource(schema, {}, [unit], FileReader(part.format, schema, [files]))
+    source = FrozenSource(
+        schema,
+        {},
+        [unit],
+        FileReader(part.format, schema, [files]),
+        decimals=decimals(part.format, schema, part.files[0].get("hive", ()) if part.files else ()),
+    )
     job = scoring_job(description.name, part.filter, part.keep)
     planned = plan_job(job, source, description)
     answer = answer_schema(planned.output, part.columns)

@@ -34,6 +34,10 @@ class Source(Protocol):
         """State of the input: equal snapshots have equal rows in equal units."""
 
     @property
+    def decimals(self) -> frozenset[str]:
+        """Columns whose floating-point numbers are decimal text, which has no binary type."""
+
+    @property
     def is_resumable(self) -> bool:
         """True if a unit can be read again in another process."""
 
@@ -84,8 +88,8 @@ def open_source(
     Args:
         inputs: Files, globs, folders and URIs of files; or one table; or `-`.
         unit_bytes: Approximate bytes of one unit.
-        types: Types for columns of CSV files, which have none of their own. Other columns get the
-            types that their first rows suggest.
+        types: Types that a model wants of columns of CSV files and hive folders, which have none of
+            their own. Each column gets a type that all its values fit.
         plain_files: Read the files of a table as they are; without it they are an error.
 
     Raises:

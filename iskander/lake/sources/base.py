@@ -61,14 +61,22 @@ class FrozenSource:
         snapshot: State of the input.
         units: Units in order.
         reader: Reader of the units.
+        decimals: Columns whose floating-point numbers are decimal text in the input.
     """
 
     is_resumable = True
 
     def __init__(
-        self, schema: pa.Schema, snapshot: dict[str, str], units: list[Unit], reader: UnitReader
+        self,
+        schema: pa.Schema,
+        snapshot: dict[str, str],
+        units: list[Unit],
+        reader: UnitReader,
+        *,
+        decimals: frozenset[str] = frozenset(),
     ) -> None:
         self.schema = schema
+        self.decimals = decimals
         self.snapshot = snapshot
         self._units = units
         self._reader = reader

@@ -1,7 +1,8 @@
 """Files as input: Parquet, CSV and Arrow IPC, locally and in object stores.
 
-Files are opened once at the plan: for their schema, their state, and the row groups of Parquet. All
-files of a job have one format and one schema. Units join small files and cut large ones between row
+Files are opened once at the plan: for their schema, their state, and the row groups of Parquet. CSV
+files are read as a whole, because all values decide the types of their columns. All files of a job
+have one format and one schema. Units join small files and cut large ones between row
 groups (Parquet) or record batches (Arrow IPC).
 
 Runs in: the operator's tool, threads of one process.
@@ -10,10 +11,9 @@ Runs in: the operator's tool, threads of one process.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import pyarrow as pa
@@ -24,16 +24,28 @@ from iskander.lake.job import UNIT_BYTES
 from iskander.lake.plan import canonical
 from iskander.lake.sources.base import FrozenSource
 from iskander.lake.sources.parquet import read_footer
-from iskander.lake.sources.places import FILES_MAX, Place, Stamp, expand, locate, opened, unquoted
+from iskander.lake.sources.places import (
+    FILES_MAX,
+    Place,
+    Stamp,
+    expand,
+    locate,
+    opened,
+    opened_as_planned,
+    unquoted,
+)
 from iskander.lake.sources.reading import (
     COMPRESSIONS,
     FileReader,
     HiveValue,
     Piece,
-    open_csv,
+    csv_names,
+    decimals,
     packed,
+    scan_csv,
 )
 from iskander.lake.sources.tables import COMMAND, Advice, Tables
+from iskander.lake.sources.texts import HIVE, Column
 
 FORMATS: Final = {
     ".parquet": "parquet",
@@ -49,8 +61,8 @@ HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 COUNTED_BATCHES_MAX: Final = 4096
 """Record batches of one Arrow IPC file that are counted at the plan."""
 _THREADS = 16
+_CSV_THREADS = 4
 _CHUNK = 1024
-_INTEGER = re.compile(r"-?\d{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +76,16 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A file's state, schema, and groups of rows and bytes; no groups for CSV."""
+    """A file's state, schema, and groups of rows and bytes.
+
+    CSV has no groups, but columns with the types that its values fit; its schema has names only.
+    """
 
     stamp: Stamp
     schema: pa.Schema | None
     groups: list[tuple[int | None, int]] | None
+    columns: Sequence[Column] = ()
+    rows: int | None = None
 
 
 class FileSource(FrozenSource):
@@ -78,7 +95,7 @@ class FileSource(FrozenSource):
         inputs: Paths, URIs or places; their order is the order of the rows, and files of one input
             are in the order of their paths.
         unit_bytes: Approximate bytes of a unit.
-        types: Types for columns of CSV files.
+        types: Types that a model wants of columns of CSV files and hive folders.
         plain_files: Read files of a table, such as a Delta table's, as they are; an error else.
         advice: What that error recommends.
 
@@ -100,11 +117,12 @@ class FileSource(FrozenSource):
         found, root_count = _found(places, None if plain_files else Tables(advice))
         filesystems = [place.filesystem for place in places]
         format = _common_format(found, filesystems)
-        files = _open_all(found, filesystems, format, dict(types or {}))
-        schema = _common_schema(found, files, is_csv=format == "csv")
+        wanted = dict(types or {})
+        files = _open_all(found, filesystems, format, wanted)
+        schema = _common_schema(found, files)
         if format == "csv":
-            schema = _csv_schema(schema)
-        hive_types = _hive_types(found, schema) if root_count else {}
+            schema = _csv_schema(schema, found, files)
+        hive_types = _hive_types(found, schema, wanted) if root_count else {}
         for name, kind in hive_types.items():
             schema = schema.append(pa.field(name, kind))
         pieces = [
@@ -117,6 +135,7 @@ class FileSource(FrozenSource):
             _snapshot(format, found, files, schema),
             packed(pieces, unit_bytes),
             FileReader(format, schema, filesystems),
+            decimals=decimals(format, schema, hive_types),
         )
 
 
@@ -205,7 +224,7 @@ def _open_all(
             return file
         for schema in schemas:
             if file.schema.equals(schema):
-                return _Opened(file.stamp, schema, file.groups)
+                return replace(file, schema=schema)
         if len(schemas) < _THREADS:
             schemas.append(file.schema)
         return file
@@ -214,7 +233,9 @@ def _open_all(
         return _open(each.path, filesystems[each.filesystem], format, types)
 
     files: list[_Opened] = []
-    with ThreadPoolExecutor(_THREADS, "plan") as executor:
+    # A CSV file is read as a whole, each with blocks in memory.
+    threads = _CSV_THREADS if format == "csv" else _THREADS
+    with ThreadPoolExecutor(threads, "plan") as executor:
         for start in range(0, len(found), _CHUNK):
             files += map(shared, executor.map(opened_one, found[start : start + _CHUNK]))
     return files
@@ -232,8 +253,12 @@ def _open(
                 return _open_ipc(handle, stamp)
             if stamp.bytes == 0:
                 return _Opened(stamp, None, None)
-            with open_csv(handle, path, types, None) as reader:
-                return _Opened(stamp, reader.schema, None)
+            names = csv_names(handle, path)
+            second = opened_as_planned(filesystem, path, stamp)
+            with second:
+                columns, rows = scan_csv(second, path, names, types)
+            schema = pa.schema([pa.field(name, pa.string()) for name in names])
+            return _Opened(stamp, schema, None, columns, rows)
         except (pa.ArrowException, OSError) as error:
             detail = "the file is empty" if stamp.bytes == 0 else str(error)
             raise SourceError(f"{path}: not a valid {format} file: {detail}", file=path) from error
@@ -284,34 +309,29 @@ def _plain(schema: pa.Schema) -> pa.Schema:
     return pa.schema([pa.field(each.name, each.type) for each in schema])
 
 
-def _common_schema(found: Sequence[_Found], files: Sequence[_Opened], *, is_csv: bool) -> pa.Schema:
-    """Compare all schemas with the first one; types of CSV files are joined instead.
+def _common_schema(found: Sequence[_Found], files: Sequence[_Opened]) -> pa.Schema:
+    """Compare all schemas with the first one; those of CSV files may differ in their order.
 
     Raises:
         SourceError: A file has other columns or types.
     """
-    first = first_path = joined = None
+    first = first_path = None
     seen: list[pa.Schema] = []
     for each, file in zip(found, files, strict=True):
         if file.schema is None:
             continue
-        if first is None or joined is None:
-            first, first_path, joined = file.schema, each.path, file.schema
+        if first is None or first_path is None:
+            first, first_path = file.schema, each.path
         elif not any(file.schema is other for other in seen):
-            assert first_path is not None
-            _compare(first, first_path, file.schema, each.path, is_csv=is_csv)
-            if is_csv:
-                joined = pa.unify_schemas([joined, file.schema], promote_options="permissive")
+            _compare(first, first_path, file.schema, each.path)
         if len(seen) < _THREADS:
             seen.append(file.schema)
-    if joined is None or not joined.names:
+    if first is None or not first.names:
         raise SourceError(f"{found[0].path}: the input has no columns", file=found[0].path)
-    return joined
+    return first
 
 
-def _compare(
-    first: pa.Schema, first_path: str, other: pa.Schema, path: str, *, is_csv: bool
-) -> None:
+def _compare(first: pa.Schema, first_path: str, other: pa.Schema, path: str) -> None:
     if other.equals(first):
         return
     if len(set(first.names)) != len(first.names):
@@ -326,8 +346,7 @@ def _compare(
         )
     for name in dict.fromkeys([*first.names, *other.names]):
         expected, got = _type_text(first, name), _type_text(other, name)
-        is_same = (expected == "absent") == (got == "absent") if is_csv else expected == got
-        if not is_same:
+        if expected != got:
             raise SourceError(
                 f"{path}: column {name!r} is {got}, but {expected} in {first_path}; "
                 "all files of a job have one schema",
@@ -343,26 +362,44 @@ def _type_text(schema: pa.Schema, name: str) -> str:
     return " and ".join(str(schema.field(index).type) for index in indices) or "absent"
 
 
-def _csv_schema(schema: pa.Schema) -> pa.Schema:
-    """Types of CSV columns; a column without values in the first blocks has strings."""
-    return pa.schema(
-        [
-            pa.field(each.name, pa.string() if pa.types.is_null(each.type) else each.type)
-            for each in schema
-        ]
-    )
+def _csv_schema(schema: pa.Schema, found: Sequence[_Found], files: Sequence[_Opened]) -> pa.Schema:
+    """Types of CSV columns, which fit the values of all files.
+
+    Raises:
+        SourceError: A column that a model reads has values of two types.
+    """
+    joined: list[Column] = []
+    first_path = ""
+    for each, file in zip(found, files, strict=True):
+        if not joined:
+            joined, first_path = list(file.columns), each.path
+            continue
+        is_same_order = [column.name for column in file.columns] == schema.names
+        by_name = {column.name: column for column in file.columns}
+        for index, column in enumerate(joined):
+            if file.columns:
+                other = file.columns[index] if is_same_order else by_name[column.name]
+                column.join(other, each.path, first_path)
+    return pa.schema([pa.field(each.name, each.type) for each in joined])
 
 
-def _hive_types(found: Sequence[_Found], schema: pa.Schema) -> dict[str, pa.DataType]:
-    """Types of hive columns: int64 if all values are whole numbers, else strings.
+def _hive_types(
+    found: Sequence[_Found], schema: pa.Schema, wanted: Mapping[str, pa.DataType]
+) -> dict[str, pa.DataType]:
+    """Types of hive columns: int64 if all values are whole numbers as numbers are written.
 
+    Others have strings. A column that a model reads has the kind of type that the model wants.
     A column that the files contain too is read from the files.
 
     Raises:
-        SourceError: A file lies below other hive columns than the first one.
+        SourceError: A file lies below other hive columns than the first one, or a value is none of
+            the wanted type.
     """
     names = tuple(found[0].hive)
-    kinds: dict[str, pa.DataType] = {name: pa.int64() for name in names if name not in schema.names}
+    columns = {
+        name: Column(name, wanted.get(name), HIVE) for name in names if name not in schema.names
+    }
+    seen: dict[str, set[str | None]] = {name: {None} for name in columns}
     for each in found:
         if set(each.hive) != set(names):
             raise SourceError(
@@ -370,14 +407,13 @@ def _hive_types(found: Sequence[_Found], schema: pa.Schema) -> dict[str, pa.Data
                 f"but those of {found[0].path} have {', '.join(names) or 'none'}",
                 file=each.path,
             )
-        for name in kinds:
+        for name, column in columns.items():
             value = each.hive[name]
-            if value is not None and not _INTEGER.fullmatch(value):
-                kinds[name] = pa.string()
-    for name in kinds:
-        if all(each.hive[name] is None for each in found):
-            kinds[name] = pa.string()
-    return kinds
+            if value not in seen[name]:
+                seen[name].add(value)
+                assert value is not None
+                column.add(pa.array([value.encode()]), each.path, None)
+    return {name: column.type for name, column in columns.items()}
 
 
 def _pieces(found: _Found, file: _Opened, hive_types: Mapping[str, pa.DataType]) -> Iterator[Piece]:
@@ -388,7 +424,7 @@ def _pieces(found: _Found, file: _Opened, hive_types: Mapping[str, pa.DataType])
         hive[name] = int(value) if is_number and value is not None else value
     where = (found.filesystem, found.path, file.stamp)
     if file.groups is None:
-        rows = 0 if file.stamp.bytes == 0 else None
+        rows = 0 if file.stamp.bytes == 0 else file.rows
         yield Piece(*where, None, rows, file.stamp.bytes, hive)
     elif not file.groups:
         yield Piece(*where, (0, 0), 0, 0, hive)

@@ -21,6 +21,7 @@ from iskander.lake.plan import Unit, unit
 from iskander.lake.positions import Position, kept_rows
 from iskander.lake.sources.parquet import read_footer, read_groups
 from iskander.lake.sources.places import Stamp, check_unchanged, opened_as_planned
+from iskander.lake.sources.texts import NULLS, Column
 
 UNITS_WANTED: Final = 32
 """Units of an input below 32 * `unit_bytes`, so that several streams have work."""
@@ -30,7 +31,7 @@ FILES_PER_UNIT: Final = 512
 READ_BYTES: Final = 1 << 20
 """Bytes of one read of a local file."""
 CSV_BLOCK_BYTES: Final = 4 << 20
-"""Bytes of one block of CSV; types come from the first block, and no row is longer."""
+"""Bytes of one block of CSV; no row is longer."""
 COUNT_ROWS: Final = 65_536
 COMPRESSIONS: Final = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
@@ -358,9 +359,49 @@ def open_csv(
         read_options=pyarrow.csv.ReadOptions(block_size=CSV_BLOCK_BYTES),
         parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
         convert_options=pyarrow.csv.ConvertOptions(
-            column_types=dict(types), include_columns=list(columns) if columns else None
+            column_types=dict(types),
+            include_columns=list(columns) if columns else None,
+            null_values=list(NULLS),
         ),
     )
+
+
+def decimals(format: str, schema: pa.Schema, hive: Iterable[str]) -> frozenset[str]:
+    """Return the columns whose floating-point numbers are decimal text in files or folders."""
+    texts = set(schema.names) if format == "csv" else set(hive)
+    return frozenset(
+        each.name for each in schema if each.name in texts and each.type == pa.float64()
+    )
+
+
+def csv_names(file: pa.NativeFile, path: str) -> list[str]:
+    """Names of the columns of a CSV file; the reader may still read from `file` afterwards."""
+    with open_csv(file, path, {}, None) as reader:
+        return list(reader.schema.names)
+
+
+def scan_csv(
+    file: pa.NativeFile, path: str, names: Sequence[str], wanted: Mapping[str, pa.DataType]
+) -> tuple[list[Column], int]:
+    """Read a CSV file as text, for the types of its columns and its number of rows.
+
+    Args:
+        file: The file, from which nothing else reads.
+        path: Its path.
+        names: Names of its columns.
+        wanted: Types of the columns that a model reads.
+
+    Raises:
+        SourceError: A value of these columns is none of its type.
+    """
+    columns = [Column(name, wanted.get(name)) for name in names]
+    rows = 0
+    with open_csv(file, path, dict.fromkeys(names, pa.binary()), None) as reader:
+        for batch in reader:
+            for column, values in zip(columns, batch.columns, strict=True):
+                column.add(values, path, rows)
+            rows += batch.num_rows
+    return columns, rows
 
 
 def projected(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:

@@ -31,6 +31,7 @@ class StreamSource:
     """
 
     is_resumable = False
+    decimals: frozenset[str] = frozenset()
 
     def __init__(self, file: Any = None) -> None:  # noqa: ANN401
         try:

@@ -867,3 +867,37 @@ def exact(value: Any, dtype_name: str) -> bool:
     with np.errstate(over="ignore"):
         near = np.array(number).astype(np.float64).astype(dtype).item()
     return bool(near == number or (math.isnan(number) and math.isnan(near)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "declared", "near"),
+    [
+        (pa.float32(), "float32", float(np.float32(5.123456789012345))),
+        (pa.float32(), "number", float(np.float32(5.123456789012345))),
+        (pa.float16(), "float16", float(np.float16(5.123456789012345))),
+        (pa.float64(), "float64", 5.123456789012345),
+    ],
+)
+def test_decimal_text_becomes_the_nearest_number(
+    kind: pa.DataType, declared: str, near: float
+) -> None:
+    batch = batch_of(x=pa.array([5.123456789012345, None, math.inf, math.nan]))
+    matching = Matching(simple(kind, declared), batch.schema, decimals={"x"})
+    sent = matching.apply(batch)
+    assert sent.schema == matching.schema and sent.schema.field("x").type == kind
+    found = sent["x"].to_pylist()
+    assert found[:3] == [near, None, math.inf] and math.isnan(found[3])
+
+
+def test_decimal_text_beyond_the_range_is_an_error() -> None:
+    batch = batch_of(x=[1.5, 1e39])
+    matching = Matching(simple(pa.float32(), "number"), batch.schema, decimals={"x"})
+    with pytest.raises(ContractError, match=r"`x`: row 6 has 1e\+39, which number cannot repre"):
+        matching.apply(batch, first_row=5)
+
+
+def test_decimal_text_for_an_integer_is_an_error() -> None:
+    batch = batch_of(x=[1.0, 30.5])
+    matching = Matching(simple(pa.int32()), batch.schema, decimals={"x"})
+    with pytest.raises(ContractError, match=r"`x`: row 1 has 30\.5, .*int32.*got float64"):
+        matching.apply(batch)

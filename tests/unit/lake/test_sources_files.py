@@ -292,15 +292,6 @@ def test_other_columns_of_csv_files_are_rejected(tmp_path: Path) -> None:
         FileSource([str(tmp_path)])
 
 
-def test_csv_value_of_another_type_is_rejected_by_file(tmp_path: Path) -> None:
-    """The first block suggests a type, and a later value does not convert."""
-    rows = reading_module.CSV_BLOCK_BYTES // 6
-    (tmp_path / "a.csv").write_text("id\n" + "12345\n" * (rows + 10) + "x\n")
-    source = FileSource([str(tmp_path)])
-    with pytest.raises(SourceError, match=r"a\.csv.*'x'"):
-        read_all(source)
-
-
 def test_compressed_csv(tmp_path: Path) -> None:
     with pa.output_stream(tmp_path / "a.csv.gz", compression="gzip") as file:
         pa_csv.write_csv(table(0, 50), file)

@@ -61,6 +61,7 @@ class ScriptedSource:
     """Units of `rows` rows, with the columns `x` (row number) and `id` (its text)."""
 
     is_resumable = True
+    decimals: frozenset[str] = frozenset()
 
     def __init__(self, units: int = 3, rows: int = 10) -> None:
         self.schema = pa.schema([("x", pa.int64()), ("id", pa.string())])

@@ -1,0 +1,202 @@
+"""Types of text: columns of CSV files and hive folders keep their values, or are errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from iskander.errors import SourceError
+from iskander.lake.sources import reading as reading_module
+from iskander.lake.sources.files import FileSource
+
+F32 = pa.float32()
+
+
+def csv(folder: Path, *columns: str, name: str = "a.csv") -> Path:
+    """Write a file whose columns are `name,value,value,...`."""
+    rows = zip(*(column.split(",") for column in columns), strict=True)
+    path = folder / name
+    path.write_text("".join(",".join(row) + "\n" for row in rows))
+    return path
+
+
+def opened(path: Path, **types: pa.DataType) -> tuple[pa.Schema, dict[str, list[Any]]]:
+    source = FileSource([str(path)], types=types)
+    batches = [batch for each in source.units() for batch in source.read(each, None, None, 1000)]
+    return source.schema, pa.Table.from_batches(batches, source.schema).to_pydict()
+
+
+@pytest.mark.parametrize(
+    ("texts", "kind", "values"),
+    [
+        ("1,-20,", pa.int64(), [1, -20, None]),
+        ("9007199254740993,1", pa.int64(), [2**53 + 1, 1]),
+        ("9223372036854775808,1", pa.string(), None),
+        ("9007199254740993,1.5", pa.string(), None),
+        ("01,1", pa.string(), None),
+        ("+1,1", pa.string(), None),
+        ("-0,1", pa.float64(), [0.0, 1.0]),
+        (" 1,1", pa.string(), None),
+        ("0x10,1", pa.string(), None),
+        ("007.5,1", pa.string(), None),
+        ("1,x", pa.string(), None),
+        ("1,NA", pa.string(), None),
+        ("5.123456789012345,2.5", pa.float64(), [5.123456789012345, 2.5]),
+        ("20.10,3.50", pa.float64(), [20.1, 3.5]),
+        ("1.1,1.10", pa.string(), None),
+        ("1.0,1.25,1e-05,1E5", pa.float64(), [1.0, 1.25, 1e-5, 1e5]),
+        ("12345678901234567.89,1.55", pa.string(), None),
+        ("1e400,1", pa.string(), None),
+        ("NaN,inf,1.5", pa.float64(), None),
+        ("true,false,", pa.bool_(), [True, False, None]),
+        ("True,False", pa.bool_(), [True, False]),
+        ("true,1", pa.string(), None),
+        ("2024-01-05,", pa.date32(), None),
+        ("2024-01-05,2024-01-05 10:00:00", pa.string(), None),
+        ("2024-01-05 10:00:00,2024-01-05T11:00:00", pa.timestamp("s"), None),
+        ("2024-01-05T10:00:00Z,2024-01-05T10:00:01Z", pa.timestamp("s", "UTC"), None),
+        ("2024-01-05T10:00:00+02:00,2024-01-05T10:00:01Z", pa.string(), None),
+        ("2024-01-05 10:00:00.5,2024-01-05 10:00:01", pa.timestamp("ns"), None),
+        ("12:30:00,", pa.time32("s"), None),
+        ("12:30,13:40", pa.string(), None),
+        (",", pa.string(), ["", ""]),
+    ],
+)
+def test_column_that_no_model_reads_keeps_its_values(
+    tmp_path: Path, texts: str, kind: pa.DataType, values: list[Any] | None
+) -> None:
+    schema, found = opened(csv(tmp_path, f"c,{texts}", "r" + ",1" * (texts.count(",") + 1)))
+    assert schema.field("c").type == kind
+    if pa.types.is_string(kind):
+        assert found["c"] == texts.split(",")
+    elif values is not None:
+        assert found["c"] == values
+
+
+@pytest.mark.parametrize("late", ["01", "x", "9223372036854775808"])
+def test_one_value_at_the_end_makes_the_whole_column_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """Types come from all rows of all files, and not from the first block."""
+    monkeypatch.setattr(reading_module, "CSV_BLOCK_BYTES", 600)
+    rows = 1000
+    (tmp_path / "a.csv").write_text("id\n" + "12345\n" * (rows + 10) + late + "\n")
+    (tmp_path / "b.csv").write_text("id\n7\n")
+    schema, found = opened(tmp_path)
+    assert schema.field("id").type == pa.string()
+    assert found["id"][-2:] == [late, "7"] and found["id"][0] == "12345"
+    assert sum(each.rows or 0 for each in FileSource([str(tmp_path)]).units()) == rows + 12
+
+
+@pytest.mark.parametrize(
+    ("texts", "wanted", "kind", "values"),
+    [
+        ("16777217,3", F32, pa.int64(), [16777217, 3]),
+        ("1,2.5,", F32, pa.float64(), [1.0, 2.5, None]),
+        ("5.123456789012345,1", F32, pa.float64(), [5.123456789012345, 1.0]),
+        ("NA,null,1", F32, pa.int64(), [None, None, 1]),
+        (" 1, 2.5", F32, pa.float64(), [1.0, 2.5]),
+        ("inf,1", F32, pa.float64(), [float("inf"), 1.0]),
+        ("true,false", F32, pa.bool_(), [True, False]),
+        ("30.5,1", pa.int32(), pa.float64(), [30.5, 1.0]),
+        ("18446744073709551615,1", pa.uint64(), pa.uint64(), [2**64 - 1, 1]),
+        ("0,1", pa.bool_(), pa.int64(), [0, 1]),
+        ("01,1", pa.string(), pa.string(), ["01", "1"]),
+        ("2024-01-05,", pa.timestamp("us"), pa.date32(), None),
+        ("1.5,2", pa.decimal128(5, 2), pa.decimal128(5, 2), None),
+        (",", F32, F32, [None, None]),
+    ],
+)
+def test_column_of_a_model_has_the_values_of_the_file(
+    tmp_path: Path, texts: str, wanted: pa.DataType, kind: pa.DataType, values: list[Any] | None
+) -> None:
+    path = csv(tmp_path, f"c,{texts}", "r" + ",1" * (texts.count(",") + 1))
+    schema, found = opened(path, c=wanted)
+    assert schema.field("c").type == kind
+    assert values is None or found["c"] == values
+
+
+@pytest.mark.parametrize(
+    ("texts", "wanted", "row", "bad"),
+    [
+        ("1,abc", F32, 1, "abc"),
+        ("1,2.5,true", F32, 2, "true"),
+        ("true,maybe", F32, 1, "maybe"),
+        ("1.5,16777217", F32, 1, "16777217"),
+        ("16777217,1.5", F32, 0, "16777217"),
+        ("9007199254740993,1.5", pa.float64(), 0, "9007199254740993"),
+        ("0x10,1", F32, 0, "0x10"),
+        ("1e400,1", F32, 0, "1e400"),
+        ("2024-01-05,soon", pa.timestamp("us"), 1, "soon"),
+    ],
+)
+def test_text_that_is_no_value_of_the_type_is_an_error(
+    tmp_path: Path, texts: str, wanted: pa.DataType, row: int, bad: str
+) -> None:
+    path = csv(tmp_path, f"c,{texts}", "r" + ",1" * (texts.count(",") + 1))
+    with pytest.raises(SourceError, match=rf"a\.csv: column 'c': row {row} has '{bad}'") as caught:
+        opened(path, c=wanted)
+    assert "not a valid" not in caught.value.message
+    name = {"float": "float32", "double": "float64"}.get(str(wanted), str(wanted))
+    assert name in caught.value.message
+
+
+def test_types_of_a_model_column_that_have_nothing_in_common(tmp_path: Path) -> None:
+    csv(tmp_path, "c,1")
+    csv(tmp_path, "c,true", name="b.csv")
+    with pytest.raises(SourceError, match=r"b\.csv: column 'c' has bool.*int64 in .*a\.csv"):
+        opened(tmp_path, c=F32)
+
+
+def test_bytes_that_are_no_text_stay_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"c,d\n\xff,1\n")
+    schema, found = opened(tmp_path)
+    assert schema.field("c").type == pa.binary() and found["c"] == [b"\xff"]
+    with pytest.raises(SourceError, match=r"column 'c': row 0 has .*wanted string"):
+        opened(tmp_path, c=pa.string())
+
+
+def hive(folder: Path, *values: str, end: str = "parquet") -> Path:
+    for index, value in enumerate(values):
+        path = folder / f"k={value}" / f"f.{end}"
+        path.parent.mkdir()
+        if end == "csv":
+            path.write_text(f"i\n{index}\n")
+        else:
+            pq.write_table(pa.table({"i": [index]}), path)
+    return folder
+
+
+@pytest.mark.parametrize("end", ["parquet", "csv"])
+@pytest.mark.parametrize(
+    ("values", "wanted", "kind"),
+    [
+        (("01", "1"), None, pa.string()),
+        (("-0", "1"), None, pa.string()),
+        (("1", "20"), None, pa.int64()),
+        (("1.5", "2"), None, pa.string()),
+        (("01", "7"), pa.string(), pa.string()),
+        (("1", "7"), pa.string(), pa.string()),
+        (("1.5", "2"), F32, pa.float64()),
+        (("1", "2"), F32, pa.int64()),
+        (("2024-01-05", "2024-01-06"), pa.date32(), pa.date32()),
+    ],
+)
+def test_values_of_hive_folders(
+    tmp_path: Path, end: str, values: tuple[str, ...], wanted: pa.DataType | None, kind: pa.DataType
+) -> None:
+    types = {} if wanted is None else {"k": wanted}
+    schema, found = opened(hive(tmp_path, *values, end=end), **types)
+    assert schema.field("k").type == kind
+    assert found["k"] == pa.array(values).cast(kind).to_pylist()
+
+
+def test_hive_value_that_is_no_value_of_the_type_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        SourceError, match=r"k=x/f\.parquet: .* 'k': its folder has 'x'; wanted float32"
+    ):
+        opened(hive(tmp_path, "1", "x"), k=F32)
