@@ -155,10 +155,11 @@ class Column:
         self._kinds = [kind for kind in self._kinds if kind in other._kinds]
         if not self._kinds:
             name = _name(self._wanted) if self._wanted is not None else "one type"
-            earlier = before if had_values else "none"
+            earlier = _name(before) if had_values else "none"
+            got = _name(other.type)
             raise SourceError(
-                f"{path}: column {self.name!r} has {other.type}, but {earlier} in {first_path}; "
-                f"wanted {name} in all files",
+                f"{path}: column {self.name!r} has {got}, but {earlier} in {first_path}; wanted "
+                f"{name} in all files",
                 file=path,
                 column=self.name,
             )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from iskander.errors import SourceError
 from iskander.lake.sources import reading as reading_module
@@ -152,6 +157,16 @@ def test_types_of_a_model_column_that_have_nothing_in_common(tmp_path: Path) -> 
         opened(tmp_path, c=F32)
 
 
+def test_integer_of_one_file_that_the_decimals_of_another_cannot_have(tmp_path: Path) -> None:
+    csv(tmp_path, "c,1,9007199254740993", "d,1,16777217")
+    csv(tmp_path, "c,1.5", "d,1.5", name="b.csv")
+    schema, found = opened(tmp_path)
+    assert schema.types == [pa.string(), pa.float64()]
+    assert found == {"c": ["1", "9007199254740993", "1.5"], "d": [1.0, 16777217.0, 1.5]}
+    with pytest.raises(SourceError, match=r"b\.csv: column 'd' has float64, but int64 in .*a\.csv"):
+        opened(tmp_path, d=F32)
+
+
 def test_bytes_that_are_no_text_stay_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"c,d\n\xff,1\n")
     schema, found = opened(tmp_path)
@@ -200,3 +215,58 @@ def test_hive_value_that_is_no_value_of_the_type_is_an_error(tmp_path: Path) -> 
         SourceError, match=r"k=x/f\.parquet: .* 'k': its folder has 'x'; wanted float32"
     ):
         opened(hive(tmp_path, "1", "x"), k=F32)
+
+
+def instant(text: str) -> str:
+    """A timestamp without other spellings of the same one."""
+    plain = text.replace("T", " ").removesuffix("Z")
+    return plain.rstrip("0").rstrip(".") if "." in plain else plain
+
+
+TEXTS = st.one_of(
+    st.text("0123456789.-+eE", max_size=20),
+    st.integers(-(2**70), 2**70).map(str),
+    st.floats().map(repr),
+    st.decimals(allow_nan=False, allow_infinity=False, places=3).map(str),
+    st.sampled_from(
+        ["", "NA", "null", "true", "False", "TRUE", "nan", "inf", "1e400", "007", "0x1"]
+    ),
+    st.datetimes().map(str),
+    st.dates().map(str),
+    st.times().map(str),
+    st.sampled_from(["2024-01-05T10:00:00Z", "2024-01-05T10:00:00+01:00", "12:30", " 1", "1 "]),
+)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(TEXTS, min_size=1, max_size=6)
+    | TEXTS.flatmap(lambda text: st.lists(st.sampled_from([text, "", "1"]), min_size=1, max_size=6))
+)
+def test_any_column_that_no_model_reads_gives_its_texts(texts: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        half = len(texts) // 2
+        for number, part in enumerate((texts[:half], texts[half:])):
+            if part:
+                lines = "".join(f'"{text}",1\n' for text in part)
+                (folder / f"{number}.csv").write_text("c,r\n" + lines)
+        schema, found = opened(folder)
+    kind, values = schema.field("c").type, found["c"]
+    if pa.types.is_string(kind):
+        assert values == texts
+        return
+    pairs = [(text, value) for text, value in zip(texts, values, strict=True) if text]
+    assert all(value is None for text, value in zip(texts, values, strict=True) if not text)
+    for text, value in pairs:
+        if pa.types.is_boolean(kind):
+            assert text.lower() == str(value).lower()
+        elif pa.types.is_floating(kind):
+            exact = Decimal(text)
+            is_same = exact.is_nan() if math.isnan(value) else exact == Decimal(repr(value))
+            assert is_same, (text, value)
+        elif pa.types.is_integer(kind) or pa.types.is_date(kind) or pa.types.is_time(kind):
+            assert str(value) == text
+        else:
+            shown = pa.scalar(value, kind).cast(pa.string()).as_py()
+            assert instant(shown) == instant(text)
