@@ -1,9 +1,9 @@
 """Simulation of a gateway and its workers in virtual time, with the server's own decisions.
 
-The decisions are the server's own code: `InputArena`, `Lane` (queue, policy, batcher, admission,
-arrivals, cost) and `Dispatcher`. Simulated are the clock, asyncio's loop (with the resolution of
-its timers), the worker processes (a run costs a fixed time, with some noise) and the latency
-between them. The gateway's own work costs no time. Equal seeds give equal results.
+The decisions are the server's own code: `Entry`, `InputArena`, `Lane` (queue, policy, batcher,
+admission, arrivals, cost) and `Dispatcher`. Simulated are the clock, asyncio's loop (with the
+resolution of its timers), the worker processes (a run costs a fixed time, with some noise) and the
+latency between them. The gateway's own work costs no time. Equal seeds give equal results.
 
 Runs on: the benchmark's only thread.
 """
@@ -29,8 +29,9 @@ from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
 from iskander.errors import IskanderError
 from iskander.foundation.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from iskander.gateway.scheduling import completion, dispatch, input_arena
+from iskander.gateway.scheduling import completion, dispatch, entry
 from iskander.gateway.scheduling.dispatch import Dispatcher
+from iskander.gateway.scheduling.entry import Entry
 from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.lanes.batcher import Formed
 from iskander.gateway.scheduling.lanes.fair_share import BriefRequests
@@ -299,9 +300,11 @@ class World:
         with _simulated_loop(self.loop):
             for key, model in self.models.items():
                 self.lanes[key] = _make_lane(key, model)
-            self.input_arena = InputArena(ARENA_BYTES, LimitsConfig(arena_wait_ms=0))
+            self.input_arena = InputArena(ARENA_BYTES)
             lanes: dict[int, Lane] = {**self.lanes}
             self.dispatcher = Dispatcher(self.input_arena, lanes, BusyPolling(0))
+            limits = LimitsConfig(arena_wait_ms=0)
+            self.entry = Entry(self.input_arena, self.dispatcher.submit, limits)
             self.process = Process(self, self._seed, noise)
             try:
                 self.dispatcher.open(self.process.worker)
@@ -331,8 +334,7 @@ class World:
         )
         outcome.deadline_ns = request.deadline_ns
         try:
-            assert self.input_arena.admit(request), "the input arena is too small for this trace"
-            self.dispatcher.submit(request)
+            assert self.entry.enter(request), "the input arena is too small for this trace"
         except IskanderError as error:
             outcome.fail(request, error)
 
@@ -374,7 +376,7 @@ def _simulated_loop(loop: Loop) -> Iterator[None]:
     """Replace the running loop and the clock with simulated ones."""
     outer = asyncio._get_running_loop()
     with ExitStack() as stack:
-        for module in (dispatch, completion, input_arena):
+        for module in (dispatch, completion, entry):
             stack.enter_context(mock.patch.object(module, "now_ns", lambda: loop.now_ns))
         asyncio._set_running_loop(cast(Any, loop))
         try:

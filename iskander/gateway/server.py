@@ -37,6 +37,7 @@ from iskander.gateway.repository.models import configured
 from iskander.gateway.repository.peers import Peers
 from iskander.gateway.repository.repository import Repository
 from iskander.gateway.scheduling.dispatch import Dispatcher
+from iskander.gateway.scheduling.entry import Entry
 from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.tracing import joined
 from iskander.gateway.scheduling.wakeup import BusyPolling
@@ -101,11 +102,12 @@ class Server:
         self._models = configured(config, self._recent)
         arena = config.arena
         backing = BackingOptions(is_huge=arena.huge_pages, is_locked=arena.lock)
-        self._input_arena = InputArena(arena.input_bytes, config.limits, backing)
+        self._input_arena = InputArena(arena.input_bytes, backing)
         _log_backing(self._input_arena.segment.backing)
         self._connection_limits = ConnectionLimits(config)
         busy_polling = BusyPolling(config.server.busy_poll_us)
         self._dispatcher = Dispatcher(self._input_arena, self._models.by_key, busy_polling)
+        self._entry = Entry(self._input_arena, self._dispatcher.submit, config.limits)
         self._stream = create_stream(config, self._member)
         recorders = [each.recorder for each in (self._traces, self._stream) if each is not None]
         self._dispatcher.tracer = joined(recorders)
@@ -146,7 +148,7 @@ class Server:
         self.audit = AuditLog(config.access.audit_file, index)
         processes = config.server.processes
         self._access = Authenticator(config.access, self._on_access, processes, self.audit)
-        self._input_arena.quotas = self._access.quotas.by_name
+        self._entry.quotas = self._access.quotas.by_name
         self._models.hides_models = bool(config.access.tokens)
         self._create_services(sharing_path(config, index), slots)
         self._lag = LoopLag()
@@ -159,7 +161,7 @@ class Server:
         self.addresses: list[str] = []
 
     def _create_services(self, sharing: Path, slots: list[SlotPlan]) -> None:
-        config, models, arena = self._config, self._models, self._input_arena
+        config, models = self._config, self._models
         self._peers = Peers(
             self._repository, self._member, self._runtime.path, config.workers.start_s
         )
@@ -168,7 +170,7 @@ class Server:
         self._flight = FlightService(
             models,
             self._peers,
-            input_arena=arena,
+            entry=self._entry,
             dispatcher=self._dispatcher,
             plans=Plans(config.limits, self._connection_limits.budget),
             stats=self.stats,
@@ -178,7 +180,7 @@ class Server:
         self._flight.sources = create_sources(
             config, self._runtime.path, self._member, models, self._flight, slots
         )
-        self._submitter = RequestSubmitter(arena, self._dispatcher, config.limits)
+        self._submitter = RequestSubmitter(self._entry, self._dispatcher, config.limits)
         self._oip = OipService(models, self._submitter, self._peers)
         self._flight.audit = self._oip.audit = self.audit
         self._grpc = GrpcServer(
@@ -195,7 +197,7 @@ class Server:
         self._inferential = InferentialService(
             config,
             models,
-            input_arena=arena,
+            entry=self._entry,
             dispatcher=self._dispatcher,
             grant=self._access.anonymous,
             recent=self._recent,
@@ -336,7 +338,7 @@ class Server:
         self._config = config
         limits = config.limits
         self._connection_limits.configure(config)
-        self._input_arena.configure(limits)
+        self._entry.configure(limits)
         self._flight.configure(limits)
         self._grpc.configure(limits)
         self._submitter.limits = limits

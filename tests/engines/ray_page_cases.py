@@ -145,7 +145,7 @@ def test_command(place: Path, nodes: Cluster) -> None:
             "10.0.0.1:6379": nodes.address,
         },
     )
-    name, *words = shlex.split(command.removeprefix("$ "))
+    name, *words = shlex.split(command.removeprefix("$ ").replace("\\\n", " "))
     assert name == "iskander"
     result = subprocess.run([BIN / name, *words], cwd=place, timeout=WITHIN_S, check=False)
     assert result.returncode == 0

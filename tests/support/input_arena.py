@@ -11,12 +11,14 @@ from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import IskanderError
 from iskander.foundation.clock import now_ns
+from iskander.gateway.scheduling.entry import Entry
 from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.scheduling.request import Request, Terms
 from iskander.gateway.supervision.worker import SlotPlan, Worker
 from iskander.interprocess.memory.arena import GRAIN_BYTES
-from support.lanes import lane_of
+from iskander.interprocess.memory.backing import ANY_MEMORY, BackingOptions
+from support.lanes import lane_of, queue
 
 QUEUE_REQUESTS = 64
 GRAINS = 4
@@ -72,12 +74,30 @@ def open_lane() -> Lane:
     return lane
 
 
+class EntryArena(InputArena):
+    """An input arena with its entry, which queues nothing."""
+
+    def __init__(
+        self, capacity_bytes: int, limits: LimitsConfig, options: BackingOptions = ANY_MEMORY
+    ) -> None:
+        super().__init__(capacity_bytes, options)
+        self.entry = Entry(self, lambda request, victims: None, limits)
+
+    def admit(self, request: Request) -> bool:
+        """Check and place a request."""
+        return self.entry.enter(request)
+
+    async def admit_later(self, request: Request) -> None:
+        """Place a request when there is memory."""
+        await self.entry.enter_later(request)
+
+
 def submit(request: Request) -> None:
     """Queue a request that is in the arena, as a dispatcher does."""
-    request.lane.put(request, now_ns())
+    queue(request.lane, request, now_ns())
 
 
-async def admit(input_arena: InputArena, request: Request) -> None:
+async def admit(input_arena: EntryArena, request: Request) -> None:
     """Admit and queue a request, as a stream does."""
     if not input_arena.admit(request):
         await input_arena.admit_later(request)

@@ -8,7 +8,8 @@ from iskander.config.models import LaneConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.processing.row_relation import INDEPENDENT, RowRelation
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
-from iskander.errors import IskanderError
+from iskander.errors import IskanderError, QueueFull
+from iskander.gateway.scheduling.lanes.admission import select_victims
 from iskander.gateway.scheduling.lanes.cost import CostModel
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.scheduling.request import NO_TERMS, Request, Terms
@@ -98,8 +99,18 @@ def request_of(
 def put(lane: Lane, rows: int = 1, *, now_ns: int = 0, client: str = "", **terms: Any) -> Request:
     """A request in a lane's queue since `now_ns`."""
     request = request_of(lane, rows, arrived_ns=now_ns, client=client, **terms)
-    lane.put(request, now_ns)
+    queue(lane, request, now_ns)
     return request
+
+
+def queue(lane: Lane, request: Request, now_ns: int) -> list[tuple[Request, IskanderError]]:
+    """Queue a request without its check, but with the evictions that a check finds."""
+    victims: list[Request] | QueueFull = []
+    if not lane._unreserved.fits(lane.queue, request):
+        older = lane._older(request)
+        victims = select_victims(lane.queue, lane.config, request, older, lane.title)
+    assert not isinstance(victims, QueueFull)
+    return lane.put(request, now_ns, victims)
 
 
 def cost_of(row_ns: int, base_ns: int) -> CostModel:

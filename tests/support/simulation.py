@@ -20,8 +20,9 @@ import numpy as np
 
 from iskander.config.schema import LimitsConfig
 from iskander.contract.processing.rows import RowCopier, Rows
-from iskander.gateway.scheduling import completion, dispatch, input_arena
+from iskander.gateway.scheduling import completion, dispatch, entry
 from iskander.gateway.scheduling.dispatch import Dispatcher
+from iskander.gateway.scheduling.entry import Entry
 from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.scheduling.request import NO_TERMS, Request, Terms
@@ -224,12 +225,14 @@ class Simulation:
         self.workers: list[SimulatedWorker] = []
         self._incarnation = 0
         self._patches = ExitStack()
-        self.input_arena = InputArena(input_bytes, LimitsConfig(arena_wait_ms=0))
+        self.input_arena = InputArena(input_bytes)
         with mock.patch.object(asyncio, "get_running_loop", lambda: self.loop):
             self.dispatcher = Dispatcher(self.input_arena, self.lanes, BusyPolling(0))
+            limits = LimitsConfig(arena_wait_ms=0)
+            self.entry = Entry(self.input_arena, self.dispatcher.submit, limits)
 
     def __enter__(self) -> Simulation:
-        for module in (dispatch, completion, input_arena):
+        for module in (dispatch, completion, entry):
             patch = mock.patch.object(module, "now_ns", lambda: self.loop.now_ns)
             self._patches.enter_context(patch)
         return self
@@ -289,8 +292,7 @@ class Simulation:
 
     def submit(self, request: Request) -> None:
         """Submit a request, as a stream does."""
-        assert self.input_arena.admit(request), "the arena is large enough"
-        self.dispatcher.submit(request)
+        assert self.entry.enter(request), "the arena is large enough"
 
     def done(self, worker: SimulatedWorker, execute: Execute) -> None:
         """Complete a batch, and send the next ones."""

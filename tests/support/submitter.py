@@ -13,6 +13,7 @@ from iskander.foundation.clock import now_ns
 from iskander.gateway.protocols.submit import RequestSubmitter
 from iskander.gateway.protocols.tensors import RequestTensors, Tensor, read_inputs
 from iskander.gateway.scheduling.dispatch import Dispatcher
+from iskander.gateway.scheduling.entry import Entry
 from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.scheduling.request import Request
@@ -33,8 +34,8 @@ class ScriptedDispatcher(Dispatcher):
         self.tracer = None
         self.observer = None
 
-    def submit(self, request: Request) -> None:
-        request.lane.put(request, now_ns())
+    def submit(self, request: Request, victims: list[Request]) -> None:
+        request.lane.put(request, now_ns(), victims)
         self.submitted.append(request)
 
     def withdraw(self, request: Request) -> None:
@@ -52,10 +53,14 @@ class SubmitterHarness:
     """A request submitter with its arena, dispatcher and lane."""
 
     def __init__(self) -> None:
-        self.input_arena = InputArena(ARENA_BYTES, LimitsConfig())
+        self.input_arena = InputArena(ARENA_BYTES)
         self.dispatcher = ScriptedDispatcher(self.input_arena)
-        self.submitter = RequestSubmitter(self.input_arena, self.dispatcher, LIMITS)
+        self.entry = Entry(self.input_arena, self._queue, LimitsConfig())
+        self.submitter = RequestSubmitter(self.entry, self.dispatcher, LIMITS)
         self.lane: Lane = open_lane()
+
+    def _queue(self, request: Request, victims: list[Request]) -> None:
+        self.dispatcher.submit(request, victims)
 
     def infer(self, rows: int = 4, **terms: object) -> asyncio.Task[bytes | memoryview]:
         return asyncio.create_task(self.submitter.infer(self.lane, offered(rows), **terms))  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ class Executor:
 
         Another thread may abort the run.
         """
-        # Step 7
+        # Step 8
         first = message.slices[0]
         if first.rows == first.request_rows == message.rows:
             source = self._input.address + first.input_offset

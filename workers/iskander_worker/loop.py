@@ -184,7 +184,7 @@ class WorkerLoop:
         answers: list[ToGateway],
         heartbeat: Callable[[], None],
     ) -> None:
-        # Step 6
+        # Step 7
         begun_ns = now_ns()
         canceller = attachment.canceller
         run = canceller.begin(message.batch_id)

@@ -19,7 +19,7 @@ from iskander.gateway.auth.shares import Shares, may_take
 from iskander.gateway.protocols.tensors import RequestTensors
 from iskander.gateway.protocols.traced_call import TracedCall
 from iskander.gateway.scheduling.dispatch import Dispatcher
-from iskander.gateway.scheduling.input_arena import InputArena
+from iskander.gateway.scheduling.entry import Entry
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.scheduling.request import NEVER_NS, NO_TERMS, Caller, Request, Terms
 from iskander.gateway.scheduling.tracing import Tracer
@@ -130,10 +130,8 @@ def _idle_since(call: OpenCall) -> int:
 class RequestSubmitter:
     """Admits requests and returns results, for all protocols without streams of batches."""
 
-    def __init__(
-        self, input_arena: InputArena, dispatcher: Dispatcher, limits: LimitsConfig
-    ) -> None:
-        self._input_arena = input_arena
+    def __init__(self, entry: Entry, dispatcher: Dispatcher, limits: LimitsConfig) -> None:
+        self._entry = entry
         self._dispatcher = dispatcher
         self.limits = limits
         self.is_draining = False  # New requests are rejected.
@@ -240,9 +238,7 @@ class RequestSubmitter:
         )
         if traced is not None:
             traced.request = request
-        if self._input_arena.admit(request):
-            self._dispatcher.submit(request)
-        else:
+        if not self._entry.enter(request):
             entering = asyncio.get_running_loop().create_task(self._enter(request))
             self._entering[request] = entering
             # Not in the task: a task that is cancelled before its first step runs no code.
@@ -259,8 +255,7 @@ class RequestSubmitter:
     async def _enter(self, request: Request) -> None:
         """Queue a request when the arena has space for it."""
         try:
-            await self._input_arena.admit_later(request)
-            self._dispatcher.submit(request)
+            await self._entry.enter_later(request)
         except IskanderError as error:
             request.caller.fail(request, error)
         except Exception as failure:

@@ -97,8 +97,10 @@ class Dispatcher:
         if not worker.in_flight:
             self._workers.pop(worker.incarnation, None)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, victims: list[Request]) -> None:
         """Queue a request that is in the arena; `pump` runs after this loop iteration.
+
+        `victims` are queued requests that are evicted for it.
 
         Requests of the same iteration can then share one batch and one wake-up of the worker. With
         an idle worker and a negligible fixed cost of a batch, `pump` runs at once.
@@ -109,7 +111,7 @@ class Dispatcher:
         now = now_ns()
         if self.tracer is not None:
             request.queued_before = lane.queue.requests
-        for victim, error in lane.put(request, now):
+        for victim, error in lane.put(request, now, victims):
             self._completion.reject(victim, error)
         if lane.is_brief(request):
             self._brief.note(request.terms.source, now)
@@ -123,7 +125,7 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Send every batch that is due, reject expired requests, and set the alarm."""
-        # Step 5
+        # Step 6
         self._is_pump_due = False
         now = now_ns()
         wake_ns = NEVER_NS
@@ -171,7 +173,7 @@ class Dispatcher:
 
     def on_done(self, worker: WorkerSlot, done: Done) -> None:
         """Handle the results of a batch."""
-        # Step 8
+        # Step 9
         now = now_ns()
         batch = self._pop_batch(worker, done.batch_id, now)
         if batch is None:
@@ -403,7 +405,7 @@ class Dispatcher:
 
     def _copy_out(self, worker: WorkerSlot, batch: InFlightBatch, run_ns: int) -> Iterator[None]:
         """Copy results out of the output arena and deliver them; yields during large copies."""
-        # Step 9
+        # Step 10
         assert worker.output is not None
         arena, view = worker.output_arena, worker.output.view
         try:

@@ -1,4 +1,4 @@
-"""Input arena: leases shared memory for requests and copies their tensors into it once.
+"""Input arena: leases shared memory to requests and copies their tensors into it once.
 
 Large requests are copied in pieces, so that the event loop serves other connections meanwhile.
 
@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
-from iskander.config.schema import LimitsConfig
-from iskander.errors import ArenaFull, IskanderError, LimitExceeded
-from iskander.foundation.clock import NS_PER_S, now_ns
-from iskander.gateway.auth.quota import Quota
 from iskander.gateway.auth.shares import leaves_enough
 from iskander.gateway.auth.source import Source
-from iskander.gateway.scheduling.lanes.admission import expired_error, reserve_of
+from iskander.gateway.scheduling.lanes.admission import reserve_of
 from iskander.gateway.scheduling.request import Request
 from iskander.interprocess.memory.arena import GRAIN_BYTES, Arena, Lease
 from iskander.interprocess.memory.backing import ANY_MEMORY, BackingOptions
@@ -37,110 +33,59 @@ class InputArena:
     hold at most eight times the memory that stays free, as in the queue of a lane.
 
     Attributes:
-        quotas: Limits of grants, by the name of the grant; empty for none.
         reclaimers: Each gives back a lease of a finished request, and returns False if it has none.
     """
 
-    def __init__(
-        self, capacity_bytes: int, limits: LimitsConfig, options: BackingOptions = ANY_MEMORY
-    ) -> None:
+    def __init__(self, capacity_bytes: int, options: BackingOptions = ANY_MEMORY) -> None:
         self.segment = Segment.create("iskander-input", capacity_bytes, options, is_read_only=True)
         self.arena = Arena(capacity_bytes)
         self._reserve_bytes = reserve_of(self.arena.capacity_bytes // GRAIN_BYTES) * GRAIN_BYTES
-        self.configure(limits)
         self.reclaimers: list[Callable[[], bool]] = []
-        self.quotas: Mapping[str, Quota] = {}
         self._leased: dict[Source, int] = {}
         # By source, in round-robin order.
         self._waiting: dict[Source, deque[tuple[int, asyncio.Future[Lease]]]] = {}
 
-    def configure(self, limits: LimitsConfig) -> None:
-        """Apply the limits to later requests."""
-        self._wait_ms = limits.arena_wait_ms
-        self._result_bytes = limits.result_bytes
-
-    def admit(self, request: Request) -> bool:
-        """Check a request and copy it into the arena, if that is possible at once.
+    def place(self, request: Request) -> bool:
+        """Lease memory for a request and copy its tensors, if that is possible at once.
 
         Returns:
-            False if it is large or there is no memory: continue with `admit_later`, and read no
-            more from the stream meanwhile (backpressure).
+            False if it is large, or there is no memory for its source.
 
         Raises:
-            IskanderError: As `Lane.require_open`, or a size limit is exceeded.
+            LimitExceeded: It exceeds the arena.
         """
-        # Step 2
-        lane = request.lane
-        request.input_bytes = input_bytes = request.layout.input_bytes
-        lane.observe_arrival(request)
-        lane.require_open(request, now_ns())
-        result_bytes = request.layout.output_bytes
-        if result_bytes > self._result_bytes:
-            raise LimitExceeded(
-                f"{request.rows} rows make {result_bytes} bytes of results, "
-                f"limit {self._result_bytes} (`limits.result_bytes`); send fewer rows",
-                wanted=self._result_bytes,
-            )
+        # Step 4
+        input_bytes, source = request.input_bytes, request.terms.source
         self.arena.require_fits(input_bytes)
-        if self.quotas:
-            self._require_quota(request)
         if input_bytes > WHOLE_BYTES:
             return False
-        source = request.terms.source
         if self._waiting and (source in self._waiting or not self._is_small(input_bytes)):
             return False
         lease = self._lease(source, input_bytes)
         if lease is None:
             return False
-        if self.quotas:
-            self._enter_quota(request)
+        request.lease = lease
         try:
-            for target, part in self._place(request, lease):
+            for target, part in self._targets(request, lease):
                 copy(target, part)
         except BaseException:
             self.give_back(request)
             raise
         return True
 
-    async def admit_later(self, request: Request) -> None:
-        """Wait for memory, and copy a request into it.
-
-        Raises:
-            IskanderError: As `Lane.require_open`.
-            ArenaFull: No memory became free in time.
-        """
-        lane = request.lane
-        lane.entering += 1
-        try:
-            if self.quotas:
-                self._require_quota_capacity(request)
-                self._enter_quota(request)
-            lease = await self._wait_for_lease(request)
-            try:
-                lane.require_open(request, now_ns())
-                for target, source in self._place(request, lease):
-                    for _ in copy_in_pieces(target, source):
-                        await asyncio.sleep(0)
-                # Other requests may have filled the queue during the copy.
-                lane.require_open(request, now_ns())
-            except BaseException:
-                request.lease = None
-                self._return(request.terms.source, lease)
-                raise
-        except BaseException:
-            _leave_quota(request)
-            self._give_back_rate(request)
-            raise
-        finally:
-            lane.entering -= 1
+    async def place_later(self, request: Request) -> None:
+        """Copy a request into its lease in pieces, between which the event loop runs."""
+        assert request.lease is not None
+        for target, part in self._targets(request, request.lease):
+            for _ in copy_in_pieces(target, part):
+                await asyncio.sleep(0)
 
     def give_back(self, request: Request) -> None:
         """Release the lease of a request that no worker reads any more."""
         assert request.lease is not None
         self._return(request.terms.source, request.lease)
         request.lease = None
-        if request.quota is not None:
-            _leave_quota(request)
+        request.leave_quota()
 
     @property
     def has_waiting(self) -> bool:
@@ -156,8 +101,7 @@ class InputArena:
         assert lease is not None
         request.lease = None
         self._discharge(request.terms.source, lease)
-        if request.quota is not None:
-            _leave_quota(request)
+        request.leave_quota()
         return lease
 
     def share(self, request: Request) -> Lease:
@@ -177,52 +121,12 @@ class InputArena:
         """Unmap the arena."""
         self.segment.close()
 
-    def _require_quota(self, request: Request) -> None:
-        """Require that the limits of the grant permit a request, and count it; once for each."""
-        quota = self.quotas.get(request.terms.source.tenant)
-        if quota is None or request.is_part:
-            return
-        sizes = request.whole or (request.rows, sum(map(len, request.tensors)))
-        now = now_ns()
-        try:
-            quota.require_size(sizes[0], sizes[1])
-            quota.require_capacity(sizes[0])
-            quota.take_rate(sizes[0], now)
-        except IskanderError as error:
-            request.lane.add_retry_hint(error, now)
-            request.lane.count_rejected(request, error)
-            raise
-
-    def _give_back_rate(self, request: Request) -> None:
-        """Undo what `_require_quota` took from the rates of the grant."""
-        quota = self.quotas.get(request.terms.source.tenant)
-        if quota is not None and not request.is_part:
-            quota.give_back_rate(request.whole[0] if request.whole else request.rows)
-
-    def _require_quota_capacity(self, request: Request) -> None:
-        """Check the outstanding rows again: others may have entered since `admit`."""
-        quota = self.quotas.get(request.terms.source.tenant)
-        if quota is not None and not request.is_part:
-            try:
-                quota.require_capacity(request.rows)
-            except IskanderError as error:
-                request.lane.add_retry_hint(error, now_ns())
-                request.lane.count_rejected(request, error)
-                raise
-
-    def _enter_quota(self, request: Request) -> None:
-        """Count the rows of a request as outstanding until `_leave_quota`."""
-        request.quota = quota = self.quotas.get(request.terms.source.tenant)
-        if quota is not None:
-            quota.outstanding_rows += request.rows
-
-    def _place(
+    def _targets(
         self, request: Request, lease: Lease
     ) -> list[tuple[memoryview, memoryview | SegmentRange]]:
-        """Assign a lease to a request, write its header, return its tensors with their targets."""
+        """Write the header of a request, and return its tensors with their targets."""
         view, layout = self.segment.view, request.layout
         body = lease.offset + len(layout.header)
-        request.lease = lease
         request.body_offset = body
         assert len(request.tensors) == len(layout.offsets), "tensors of another contract"
         view[lease.offset : body] = layout.header
@@ -233,36 +137,26 @@ class InputArena:
         request.tensors = []
         return targets
 
-    async def _wait_for_lease(self, request: Request) -> Lease:
-        """Wait until memory is free, `limits.arena_wait_ms` has passed or the request expires."""
+    async def wait_for_lease(self, request: Request, seconds: float) -> None:
+        """Wait until there is memory for a request, and lease it.
+
+        Raises:
+            TimeoutError: There was none in time.
+        """
         future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         source, entry = request.terms.source, (request.input_bytes, future)
         self._waiting.setdefault(source, deque()).append(entry)
         self._grant_leases()
-        left_s = (request.expires_ns - now_ns()) / NS_PER_S
         try:
-            async with asyncio.timeout(max(min(self._wait_ms / 1000, left_s), 0)):
-                return await future
-        except BaseException as error:
+            async with asyncio.timeout(seconds):
+                request.lease = await future
+        except BaseException:
             if future.done() and not future.cancelled():
                 self._return(source, future.result())  # Granted in the iteration of the timeout.
             else:
                 self._stop_waiting(source, entry)
                 self._grant_leases()
-            if not isinstance(error, TimeoutError):
-                raise
-            rejection = self._timeout_error(request, now_ns())
-            request.lane.count_rejected(request, rejection)
-            raise rejection from None
-
-    def _timeout_error(self, request: Request, now: int) -> IskanderError:
-        if now >= request.expires_ns:
-            return expired_error(request, now)
-        return ArenaFull(
-            f"input arena full for {self._wait_ms} ms (`limits.arena_wait_ms`): "
-            f"{self.arena.leased_bytes} of {self.arena.capacity_bytes} bytes leased",
-            retry_after_ms=request.lane.retry_after_ms(now),
-        )
+            raise
 
     def _stop_waiting(self, source: Source, entry: tuple[int, asyncio.Future[Lease]]) -> None:
         entries = self._waiting.get(source)
@@ -343,10 +237,3 @@ class InputArena:
                 del self._waiting[source]
                 if entries:
                     self._waiting[source] = entries  # To the end of the round.
-
-
-def _leave_quota(request: Request) -> None:
-    """Stop to count the rows of a request, which its grant may have no limits for any more."""
-    quota, request.quota = request.quota, None
-    if quota is not None:
-        quota.outstanding_rows -= request.rows

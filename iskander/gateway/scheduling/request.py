@@ -172,6 +172,12 @@ class Request:
         """Whether it is not all rows of its batch, or a worker has had some of them only."""
         return self.is_part or self.whole is not None or self.todo != [(0, self.rows)]
 
+    def leave_quota(self) -> None:
+        """Stop to count the rows as outstanding; its grant may have no limits any more."""
+        quota, self.quota = self.quota, None
+        if quota is not None:
+            quota.outstanding_rows -= self.rows
+
     def restart_wait(self, now_ns: int) -> None:
         """Restart the maximum wait; the deadline and the maximum age stay."""
         config, terms = self.lane.config, self.terms

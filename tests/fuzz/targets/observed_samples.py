@@ -27,7 +27,7 @@ from fuzz.targets.hostile_worker import join, split
 from fuzz.targets.shadow_results import ROWS, SERVED, SPECS
 from fuzz.targets.wire_messages import with_changed_value
 from iskander.config.models import ModelConfig
-from iskander.config.schema import Config, LimitsConfig
+from iskander.config.schema import Config
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.gateway.observation.messages import Copied, Model, OutputPart, Report, encode
@@ -47,7 +47,7 @@ SETTINGS = ModelConfig(name="m", path="p")
 TENSORS = tuple(
     Tensors(Model(0, 0, "m", "1", Contract(INPUTS, specs), SETTINGS)) for specs in SPECS
 )
-INPUT_ARENA = InputArena(1 << 20, LimitsConfig())
+INPUT_ARENA = InputArena(1 << 20)
 LANE = lane_of()
 
 

@@ -39,7 +39,7 @@ from iskander.gateway.protocols.traced_call import EXCHANGE, GONE
 from iskander.gateway.protocols.window import Window
 from iskander.gateway.repository.models import Models
 from iskander.gateway.scheduling.dispatch import Dispatcher
-from iskander.gateway.scheduling.input_arena import InputArena
+from iskander.gateway.scheduling.entry import Entry
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.scheduling.request import Caller, Request
 from iskander.gateway.transport.http2.call import Call, Message
@@ -166,7 +166,7 @@ class Exchange:
         self,
         call: Call,
         *,
-        input_arena: InputArena,
+        entry: Entry,
         dispatcher: Dispatcher,
         limits: LimitsConfig,
         find: Callable[[bytes, str], Lane],
@@ -175,7 +175,7 @@ class Exchange:
         models: Models,
     ) -> None:
         self._call = call
-        self._input_arena = input_arena
+        self._entry = entry
         self._dispatcher = dispatcher
         self._limits = limits
         self._plans = plans
@@ -419,9 +419,7 @@ class Exchange:
             if isinstance(pending, SplitBatch):
                 await self._admit_portions(pending)
             elif pending is not None:
-                await self._input_arena.admit_later(pending)
-                self._append(pending)
-                self._dispatcher.submit(pending)
+                await self._entry.enter_later(pending, self._append)
         except IskanderError as error:
             if self._tracer is not None and pending is not None:
                 self._trace(pending, error)
@@ -465,28 +463,25 @@ class Exchange:
             self._write_soon()
             return None
         try:
-            if not self._input_arena.admit(pending):
-                return pending
+            return None if self._entry.enter(pending, self._append) else pending
         except IskanderError as error:
             if self._tracer is not None:
                 self._trace(pending, error)
             raise
-        self._append(pending)
-        self._dispatcher.submit(pending)
-        return None
 
     async def _admit_portions(self, split: SplitBatch) -> None:
         """Admit and submit each portion; the rejection of one rejects the batch."""
+
+        def require_success(_: Request) -> None:
+            if split.error is not None:  # Another portion failed, maybe during a wait.
+                raise split.error
+
         self._append(split)
         try:
             for request in split.requests:
-                if split.error is None and not self._input_arena.admit(request):
-                    await self._input_arena.admit_later(request)
-                if split.error is not None:
-                    if request.lease is not None:  # The batch failed during the wait.
-                        self._input_arena.give_back(request)
-                    return
-                self._dispatcher.submit(request)
+                require_success(request)
+                if not self._entry.enter(request):
+                    await self._entry.enter_later(request, require_success)
         except IskanderError as error:
             detach(error)
             split.fail(split.requests[0], error)
@@ -543,7 +538,7 @@ class Exchange:
 
     def _write(self) -> None:
         """Send available results until the client blocks; resume reading."""
-        # Step 10
+        # Step 11
         self._is_write_due = False
         if self._finished.done():
             return None

@@ -35,7 +35,7 @@ from iskander.gateway.protocols.submit import given_way_error
 from iskander.gateway.repository.models import Models, describe
 from iskander.gateway.repository.peers import Peers
 from iskander.gateway.scheduling.dispatch import Dispatcher
-from iskander.gateway.scheduling.input_arena import InputArena
+from iskander.gateway.scheduling.entry import Entry
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.sources.query import SourceQuery, read_query
 from iskander.gateway.transport.http2.call import Call
@@ -77,7 +77,7 @@ class FlightService:
         models: Models,
         peers: Peers,
         *,
-        input_arena: InputArena,
+        entry: Entry,
         dispatcher: Dispatcher,
         plans: Plans,
         stats: Callable[[], Awaitable[dict[str, Any]]],
@@ -86,7 +86,7 @@ class FlightService:
     ) -> None:
         self.models = models
         self._peers = peers
-        self._input_arena = input_arena
+        self._entry = entry
         self._dispatcher = dispatcher
         self.limits = plans.limits
         self._stats = stats
@@ -146,7 +146,7 @@ class FlightService:
             raise Overloaded(f"{text}, {limit}", retry_after_ms=1000)
         exchange = Exchange(
             call,
-            input_arena=self._input_arena,
+            entry=self._entry,
             dispatcher=self._dispatcher,
             limits=self.limits,
             find=partial(self._find, call.grant),
@@ -237,7 +237,7 @@ class FlightService:
     def describe(self, lane: Lane, grant: Grant) -> list[bytes]:
         """Return a model's contract: JSON, and the schemas of inputs and results."""
         assert lane.contract is not None
-        quota = self._input_arena.quotas.get(grant.name)
+        quota = self._entry.quotas.get(grant.name)
         own = NO_LIMITS if quota is None else quota.limits
         rows_max = lane.rules.rows_max if lane.rules.is_whole else None
         limits = batch_limits(lane.contract, self.limits, own, rows_max)

@@ -17,7 +17,7 @@ from iskander.gateway.protocols.inferential.metrics import InferentialMetrics
 from iskander.gateway.protocols.inferential.session import Session
 from iskander.gateway.repository.models import Models
 from iskander.gateway.scheduling.dispatch import Dispatcher
-from iskander.gateway.scheduling.input_arena import InputArena
+from iskander.gateway.scheduling.entry import Entry
 from iskander.gateway.transport.addresses import zmq_address
 from iskander.gateway.transport.limits.connection_limits import ConnectionLimits
 from iskander.gateway.transport.sockets import BoundPath, bind, with_port
@@ -32,7 +32,7 @@ class InferentialService:
         config: Config,
         models: Models,
         *,
-        input_arena: InputArena,
+        entry: Entry,
         dispatcher: Dispatcher,
         grant: Grant,
         recent: RecentValues,
@@ -42,7 +42,7 @@ class InferentialService:
         self.limits = config.limits
         self.budget = connection_limits.budget
         self.models = models
-        self.input_arena = input_arena
+        self.entry = entry
         self.dispatcher = dispatcher
         self.grant = grant
         self.metrics = InferentialMetrics(recent)

@@ -254,13 +254,11 @@ class Session:
 
     def _admit(self, pending: _Pending) -> None:
         try:
-            is_admitted = self._service.input_arena.admit(pending)
+            if self._service.entry.enter(pending, self._enter_window):
+                return None
         except IskanderError as error:
             self._trace(pending, error)
             return self._reject(pending.address, error, pending.deadline_ns)
-        if is_admitted:
-            self._enter_window(pending)
-            return self._service.dispatcher.submit(pending)
         self._waiting.append(pending)
         self._admission = asyncio.get_running_loop().create_task(self._admit_later(pending))
         return self._arm_expiry()
@@ -268,9 +266,7 @@ class Session:
     async def _admit_later(self, pending: _Pending) -> None:
         rejection: IskanderError | None = None
         try:
-            await self._service.input_arena.admit_later(pending)
-            self._enter_window(pending)
-            self._service.dispatcher.submit(pending)
+            await self._service.entry.enter_later(pending, self._enter_window)
         except IskanderError as error:
             self._trace(pending, error)
             rejection = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,6 @@ from iskander.gateway.protocols.flight.exchange import Exchange
 from iskander.gateway.protocols.flight.plan import Plan
 from iskander.gateway.protocols.tensors import Tensor, read_inputs
 from iskander.gateway.scheduling.request import Request
-from iskander.interprocess.memory.arena import Lease
 
 BUCKETS = (2, 4, 9)
 LIMITS = LimitsConfig()
@@ -259,24 +259,20 @@ def test_portion_admitted_after_its_batch_failed_releases_its_memory() -> None:
     first, second, third = split_batch.requests = [request_of(lane) for _ in range(3)]
     events: list[tuple[str, Request]] = []
 
-    class FakeArena:
-        def admit(self, request: Request) -> bool:
+    class FakeEntry:
+        def enter(self, request: Request) -> bool:
+            events.append(("entered", request))
             return request is first
 
-        async def admit_later(self, request: Request) -> None:
-            request.lease = Lease(0, 0, 64)
+        async def enter_later(self, request: Request, entered: Callable[[Request], None]) -> None:
             split_batch.fail(first, Superseded("a newer one came"))
+            entered(request)
+            events.append(("queued", request))
 
-        def give_back(self, request: Request) -> None:
-            events.append(("given back", request))
-
-    dispatcher = SimpleNamespace(submit=lambda request: events.append(("submitted", request)))
-    stream: Any = SimpleNamespace(
-        _input_arena=FakeArena(), _dispatcher=dispatcher, _append=lambda pending: None
-    )
+    stream: Any = SimpleNamespace(_entry=FakeEntry(), _append=lambda pending: None)
     asyncio.run(Exchange._admit_portions(stream, split_batch))
 
-    assert events == [("submitted", first), ("given back", second)]
+    assert events == [("entered", first), ("entered", second)]
     assert third.lease is None
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.input_arena import NullCaller, admit, in_loop
+from support.input_arena import EntryArena, NullCaller, admit, in_loop
 from support.lanes import lane_of
 
 from iskander.arrow.types import input_schema
@@ -25,7 +25,6 @@ from iskander.contract.processing.strings import body_to_strings, strings_to_bod
 from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec
 from iskander.errors import ContractError, ExecutionFailed, LimitExceeded, MalformedInput
 from iskander.foundation.clock import now_ns
-from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.lanes.layout import LayoutCache
 from iskander.gateway.scheduling.request import Request
 from iskander.gateway.supervision.worker import SlotPlan, Worker
@@ -107,7 +106,7 @@ async def test_request_with_strings_is_written_as_an_arrow_message() -> None:
     )
     lane = lane_of(contract=contract)
     lane.workers[1] = Worker(SlotPlan(0, 0, (0,), None))
-    input_arena = InputArena(1 << 16, LimitsConfig(arena_wait_ms=0))
+    input_arena = EntryArena(1 << 16, LimitsConfig(arena_wait_ms=0))
     pairs = pa.FixedSizeListArray.from_arrays(pa.array(["", "q", "é", "r", "s", "tt"]), 2)
     batch = pa.record_batch(
         [pa.array(["one", "", "🦎"]), pa.array([1, 2, 3]), pairs], schema=input_schema(contract)

@@ -178,7 +178,7 @@ async def test_last_share_of_calls_is_reserved_for_other_callers() -> None:
     """A caller holds at most eight times what it leaves free."""
     limits = LimitsConfig(streams=32)
     async with submitter_harness() as harness:
-        submitter = RequestSubmitter(harness.input_arena, harness.dispatcher, limits)
+        submitter = RequestSubmitter(harness.entry, harness.dispatcher, limits)
         with contextlib.ExitStack() as stack:
             for _ in range(28):
                 stack.enter_context(submitter.open_call(caller="greedy"))

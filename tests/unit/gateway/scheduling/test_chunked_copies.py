@@ -9,7 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.input_arena import CONTRACT, GRAINS, admit, in_loop, open_lane, request_of, turn
+from support.input_arena import (
+    CONTRACT,
+    GRAINS,
+    EntryArena,
+    admit,
+    in_loop,
+    open_lane,
+    request_of,
+    turn,
+)
 from support.lanes import RecordingCaller, lane_of
 from support.lanes import request_of as lane_request_of
 from support.simulation import SimulatedWorker, Simulation
@@ -20,7 +29,6 @@ from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import QueueFull
 from iskander.gateway.scheduling import input_arena as input_arena_module
 from iskander.gateway.scheduling import results
-from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.worker_slot import BatchPart
 from iskander.gateway.supervision.worker import SlotPlan, Worker
 from iskander.interprocess.memory import chunked_copy
@@ -38,9 +46,9 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def input_arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[InputArena]:
+def input_arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[EntryArena]:
     monkeypatch.setattr(input_arena_module, "WHOLE_BYTES", 4 * PIECE)
-    input_arena = InputArena(GRAINS * GRAIN_BYTES, LimitsConfig())
+    input_arena = EntryArena(GRAINS * GRAIN_BYTES, LimitsConfig())
     yield input_arena
     input_arena.close()
 
@@ -74,7 +82,7 @@ def test_copy_is_complete_and_pauses_after_each_piece(length: int) -> None:
 
 @in_loop
 async def test_copy_of_a_large_request_yields_after_each_piece(
-    input_arena: InputArena,
+    input_arena: EntryArena,
 ) -> None:
     request = request_of(open_lane(), 2)
     request.tensors = [
@@ -98,7 +106,7 @@ async def test_copy_of_a_large_request_yields_after_each_piece(
 
 @in_loop
 async def test_cancelled_copy_releases_its_lease(
-    input_arena: InputArena,
+    input_arena: EntryArena,
 ) -> None:
     request = request_of(open_lane(), 2)
     assert not input_arena.admit(request)
@@ -116,7 +124,7 @@ async def test_cancelled_copy_releases_its_lease(
 
 @in_loop
 async def test_request_is_rejected_if_the_queue_is_full_after_its_copy(
-    input_arena: InputArena,
+    input_arena: EntryArena,
 ) -> None:
     """Both pass admission before their copies; the first copied request is queued."""
     lane = lane_of(contract=CONTRACT, rows_max=1 << 20, queue_requests=1)

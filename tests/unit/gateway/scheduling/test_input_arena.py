@@ -15,6 +15,7 @@ from support.input_arena import (
     FOR_EVER,
     GRAINS,
     QUEUE_REQUESTS,
+    EntryArena,
     NullCaller,
     admit,
     in_loop,
@@ -28,7 +29,6 @@ from iskander.config.schema import LimitsConfig
 from iskander.contract.tensors import ALIGNMENT
 from iskander.errors import LimitExceeded, NotReady, QueueFull
 from iskander.foundation.clock import now_ns
-from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.scheduling.request import Request, Terms
 from iskander.interprocess.memory.arena import GRAIN_BYTES
@@ -40,15 +40,15 @@ def lane() -> Lane:
 
 
 @pytest.fixture
-def input_arena() -> Iterator[InputArena]:
+def input_arena() -> Iterator[EntryArena]:
     """An arena of a few grains with a very long wait limit."""
-    input_arena = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
+    input_arena = EntryArena(GRAINS * GRAIN_BYTES, FOR_EVER)
     yield input_arena
     input_arena.close()
 
 
 @in_loop
-async def test_request_is_written_as_an_arrow_message(input_arena: InputArena, lane: Lane) -> None:
+async def test_request_is_written_as_an_arrow_message(input_arena: EntryArena, lane: Lane) -> None:
     """pyarrow reads the message in the arena as a batch that equals the two columns."""
     batch = pa.record_batch(
         [pa.array([3, 1, 2], pa.int64()), pa.array([True, False, True])],
@@ -73,7 +73,7 @@ async def test_request_is_written_as_an_arrow_message(input_arena: InputArena, l
 
 @in_loop
 async def test_request_without_a_worker_is_rejected_before_a_lease(
-    input_arena: InputArena, lane: Lane
+    input_arena: EntryArena, lane: Lane
 ) -> None:
     lane.workers.clear()
 
@@ -87,7 +87,7 @@ async def test_request_without_a_worker_is_rejected_before_a_lease(
 @in_loop
 async def test_request_to_a_full_queue_is_rejected_before_a_lease(lane: Lane) -> None:
     """Both sides of the limit."""
-    input_arena = InputArena((QUEUE_REQUESTS + 1) * GRAIN_BYTES, FOR_EVER)
+    input_arena = EntryArena((QUEUE_REQUESTS + 1) * GRAIN_BYTES, FOR_EVER)
     for _ in range(QUEUE_REQUESTS):
         await admit(input_arena, request_of(lane))
 
@@ -104,7 +104,7 @@ async def test_request_with_too_large_results_is_rejected_before_a_lease(lane: L
     request = request_of(lane)
     output_bytes = request.layout.output_bytes
     for result_bytes in (output_bytes - 1, output_bytes):
-        input_arena = InputArena(GRAINS * GRAIN_BYTES, LimitsConfig(result_bytes=result_bytes))
+        input_arena = EntryArena(GRAINS * GRAIN_BYTES, LimitsConfig(result_bytes=result_bytes))
         if result_bytes < output_bytes:
             size = rf"{request.rows} rows make {output_bytes} .* "
             message = rf"{size}{result_bytes} \(`limits.result_bytes`\)"
@@ -118,7 +118,7 @@ async def test_request_with_too_large_results_is_rejected_before_a_lease(lane: L
 
 @in_loop
 async def test_admitted_and_rejected_requests_are_observed_once(
-    input_arena: InputArena, lane: Lane
+    input_arena: EntryArena, lane: Lane
 ) -> None:
     """The rhythm of a client includes its rejected requests."""
     terms = Terms(client="robot", is_named=True)
@@ -136,7 +136,7 @@ async def test_admitted_and_rejected_requests_are_observed_once(
 
 
 @in_loop
-async def test_lease_is_released_once(input_arena: InputArena, lane: Lane) -> None:
+async def test_lease_is_released_once(input_arena: EntryArena, lane: Lane) -> None:
     request = request_of(lane)
     await admit(input_arena, request)
 
@@ -149,7 +149,7 @@ async def test_lease_is_released_once(input_arena: InputArena, lane: Lane) -> No
 
 
 @in_loop
-async def test_failed_write_releases_its_lease(input_arena: InputArena, lane: Lane) -> None:
+async def test_failed_write_releases_its_lease(input_arena: EntryArena, lane: Lane) -> None:
     request = request_of(lane)
     request.tensors.pop()
 
@@ -176,7 +176,7 @@ def test_no_order_of_events_leaks_arena_space(steps: list[tuple[str, int]]) -> N
 
 async def _play(steps: list[tuple[str, int]]) -> None:
     lane = open_lane()
-    input_arena = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
+    input_arena = EntryArena(GRAINS * GRAIN_BYTES, FOR_EVER)
     submitted: list[tuple[Request, asyncio.Task[None]]] = []
     try:
         for step, number in steps:
@@ -207,7 +207,7 @@ def _holders(submitted: list[tuple[Request, asyncio.Task[None]]]) -> list[Reques
 
 
 def _cancel_or_release(
-    input_arena: InputArena,
+    input_arena: EntryArena,
     submitted: list[tuple[Request, asyncio.Task[None]]],
     step: str,
     number: int,

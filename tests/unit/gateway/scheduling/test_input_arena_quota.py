@@ -6,14 +6,22 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from support.input_arena import FOR_EVER, GRAINS, admit, in_loop, open_lane, request_of, turns
+from support.input_arena import (
+    FOR_EVER,
+    GRAINS,
+    EntryArena,
+    admit,
+    in_loop,
+    open_lane,
+    request_of,
+    turns,
+)
 
 from iskander.config.auth import GrantLimits
 from iskander.config.schema import LimitsConfig
 from iskander.errors import ArenaFull, ClientOverShare, LimitExceeded, RateLimited
 from iskander.gateway.auth.quota import Quota, Quotas
 from iskander.gateway.auth.source import Source
-from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.scheduling.request import Request, Terms
 from iskander.interprocess.memory.arena import GRAIN_BYTES
@@ -27,22 +35,22 @@ def lane() -> Lane:
 
 
 @pytest.fixture
-def input_arena() -> Iterator[InputArena]:
-    input_arena = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
+def input_arena() -> Iterator[EntryArena]:
+    input_arena = EntryArena(GRAINS * GRAIN_BYTES, FOR_EVER)
     yield input_arena
     input_arena.close()
 
 
-def limited(input_arena: InputArena, **limits: float) -> Quota:
+def limited(input_arena: EntryArena, **limits: float) -> Quota:
     quotas = Quotas()
     quotas.configure({"scoring": GrantLimits(**limits)})
-    input_arena.quotas = quotas.by_name
+    input_arena.entry.quotas = quotas.by_name
     return quotas.by_name["scoring"]
 
 
 @in_loop
 async def test_rows_are_outstanding_until_the_lease_is_given_back(
-    lane: Lane, input_arena: InputArena
+    lane: Lane, input_arena: EntryArena
 ) -> None:
     first, second = request_of(lane, 1, OWN), request_of(lane, 1, OWN)
     quota = limited(input_arena, outstanding_rows=first.rows + 5)
@@ -59,7 +67,7 @@ async def test_rows_are_outstanding_until_the_lease_is_given_back(
 
 @in_loop
 async def test_refused_request_takes_no_lease_and_no_rate(
-    lane: Lane, input_arena: InputArena
+    lane: Lane, input_arena: EntryArena
 ) -> None:
     quota = limited(input_arena, requests_per_s=0.001, burst_requests=1, batch_rows=1)
     with pytest.raises(LimitExceeded, match="batch_rows"):
@@ -76,7 +84,7 @@ async def test_refused_request_takes_no_lease_and_no_rate(
 
 
 @in_loop
-async def test_request_of_a_closed_lane_costs_no_rate(input_arena: InputArena) -> None:
+async def test_request_of_a_closed_lane_costs_no_rate(input_arena: EntryArena) -> None:
     lane = open_lane()
     quota = limited(input_arena, requests_per_s=0.001, burst_requests=1)
     workers, lane.workers = lane.workers, {}
@@ -88,7 +96,7 @@ async def test_request_of_a_closed_lane_costs_no_rate(input_arena: InputArena) -
 
 @in_loop
 async def test_waiting_request_counts_once_and_not_after_a_cancellation(
-    lane: Lane, input_arena: InputArena
+    lane: Lane, input_arena: EntryArena
 ) -> None:
     quota = limited(input_arena, outstanding_rows=1 << 30)
     holder = request_of(lane, GRAINS, OTHER)
@@ -111,7 +119,7 @@ async def test_waiting_request_counts_once_and_not_after_a_cancellation(
 
 
 @in_loop
-async def test_waiting_requests_share_the_limit(lane: Lane, input_arena: InputArena) -> None:
+async def test_waiting_requests_share_the_limit(lane: Lane, input_arena: EntryArena) -> None:
     """Both pass the first check, before either waits."""
     requests = [request_of(lane, 1, OWN) for _ in range(2)]
     limited(input_arena, outstanding_rows=requests[0].rows)
@@ -127,7 +135,7 @@ async def test_waiting_requests_share_the_limit(lane: Lane, input_arena: InputAr
 
 @in_loop
 async def test_timeout_of_a_wait_ends_the_count(lane: Lane) -> None:
-    input_arena = InputArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=0))
+    input_arena = EntryArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=0))
     quota = limited(input_arena, outstanding_rows=1 << 30)
     await admit(input_arena, request_of(lane, 1, OTHER))
     with pytest.raises(ArenaFull):
@@ -138,7 +146,7 @@ async def test_timeout_of_a_wait_ends_the_count(lane: Lane) -> None:
 
 @in_loop
 async def test_request_that_waits_in_vain_costs_no_rate(lane: Lane) -> None:
-    input_arena = InputArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=0))
+    input_arena = EntryArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=0))
     limited(input_arena, requests_per_s=0.001, burst_requests=1)
     holder = request_of(lane, 1, OTHER)
     await admit(input_arena, holder)
@@ -154,11 +162,11 @@ async def test_request_that_waits_in_vain_costs_no_rate(lane: Lane) -> None:
 
 @in_loop
 async def test_removed_limits_end_the_count_of_open_requests(
-    lane: Lane, input_arena: InputArena
+    lane: Lane, input_arena: EntryArena
 ) -> None:
     quotas = Quotas()
     quotas.configure({"scoring": GrantLimits(batch_rows=1 << 30)})
-    input_arena.quotas = quotas.by_name
+    input_arena.entry.quotas = quotas.by_name
     before, quota = request_of(lane, 1, OWN), quotas.by_name["scoring"]
     assert input_arena.admit(before)
     quotas.configure({})
@@ -171,7 +179,7 @@ async def test_removed_limits_end_the_count_of_open_requests(
 
 
 @in_loop
-async def test_parts_of_a_batch_are_checked_as_one(lane: Lane, input_arena: InputArena) -> None:
+async def test_parts_of_a_batch_are_checked_as_one(lane: Lane, input_arena: EntryArena) -> None:
     parts: list[Request] = [request_of(lane, 1, OWN) for _ in range(2)]
     rows = sum(part.rows for part in parts)
     parts[0].whole, parts[1].is_part = (rows, 9), True

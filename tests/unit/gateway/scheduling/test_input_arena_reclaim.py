@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from support.input_arena import FOR_EVER, in_loop, open_lane, request_of, turns
+from support.input_arena import FOR_EVER, EntryArena, in_loop, open_lane, request_of, turns
 
 from iskander.gateway.auth.quota import Quota
-from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.scheduling.request import Request
 from iskander.interprocess.memory.arena import GRAIN_BYTES, Lease
@@ -20,7 +19,7 @@ GRAINS = 180
 class Holder:
     """Holds the leases of finished requests, as an observer does."""
 
-    def __init__(self, input_arena: InputArena) -> None:
+    def __init__(self, input_arena: EntryArena) -> None:
         self.input_arena = input_arena
         self.held: list[Lease] = []
         input_arena.reclaimers.append(self.reclaim)
@@ -36,8 +35,8 @@ class Holder:
 
 
 @pytest.fixture
-def input_arena() -> Iterator[InputArena]:
-    made = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
+def input_arena() -> Iterator[EntryArena]:
+    made = EntryArena(GRAINS * GRAIN_BYTES, FOR_EVER)
     yield made
     made.close()
 
@@ -47,7 +46,7 @@ def lane() -> Lane:
     return open_lane()
 
 
-def admitted(input_arena: InputArena, lane: Lane, grains: int = 1) -> Request:
+def admitted(input_arena: EntryArena, lane: Lane, grains: int = 1) -> Request:
     request = request_of(lane, grains)
     assert input_arena.admit(request)
     return request
@@ -55,7 +54,7 @@ def admitted(input_arena: InputArena, lane: Lane, grains: int = 1) -> Request:
 
 @in_loop
 async def test_held_lease_is_given_back_for_the_reserve(
-    input_arena: InputArena, lane: Lane
+    input_arena: EntryArena, lane: Lane
 ) -> None:
     """All memory but the reserved ninth belongs to one source, partly in finished requests."""
     holder = Holder(input_arena)
@@ -72,7 +71,7 @@ async def test_held_lease_is_given_back_for_the_reserve(
 
 @in_loop
 async def test_held_leases_are_given_back_for_a_range_that_is_long_enough(
-    input_arena: InputArena, lane: Lane
+    input_arena: EntryArena, lane: Lane
 ) -> None:
     """Enough memory is free, but not in one piece."""
     holder = Holder(input_arena)
@@ -89,7 +88,7 @@ async def test_held_leases_are_given_back_for_a_range_that_is_long_enough(
 
 
 @in_loop
-async def test_held_leases_are_charged_to_no_source(input_arena: InputArena, lane: Lane) -> None:
+async def test_held_leases_are_charged_to_no_source(input_arena: EntryArena, lane: Lane) -> None:
     holder = Holder(input_arena)
     for _ in range(5):
         holder.finish(admitted(input_arena, lane))
@@ -98,7 +97,7 @@ async def test_held_leases_are_charged_to_no_source(input_arena: InputArena, lan
 
 @in_loop
 async def test_waiting_request_gets_memory_that_was_held(
-    input_arena: InputArena, lane: Lane
+    input_arena: EntryArena, lane: Lane
 ) -> None:
     holder = Holder(input_arena)
     running = [admitted(input_arena, lane, grains=6) for _ in range(26)]
@@ -116,7 +115,7 @@ async def test_waiting_request_gets_memory_that_was_held(
 
 
 @in_loop
-async def test_held_request_leaves_its_quota(input_arena: InputArena, lane: Lane) -> None:
+async def test_held_request_leaves_its_quota(input_arena: EntryArena, lane: Lane) -> None:
     holder = Holder(input_arena)
     request = admitted(input_arena, lane)
     request.quota = quota = Quota.__new__(Quota)

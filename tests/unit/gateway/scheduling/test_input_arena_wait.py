@@ -11,6 +11,7 @@ from support.input_arena import (
     FOR_EVER,
     GRAINS,
     QUEUE_REQUESTS,
+    EntryArena,
     admit,
     in_loop,
     open_lane,
@@ -23,7 +24,6 @@ from support.input_arena import (
 from iskander.config.schema import LimitsConfig
 from iskander.errors import ArenaFull, DeadlineExceeded, NotReady, QueueFull, SegmentError
 from iskander.gateway.auth.source import Source
-from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.scheduling.request import Request, Terms
 from iskander.interprocess.memory.arena import GRAIN_BYTES
@@ -35,9 +35,9 @@ def lane() -> Lane:
 
 
 @pytest.fixture
-def input_arena() -> Iterator[InputArena]:
+def input_arena() -> Iterator[EntryArena]:
     """An arena of a few grains with a very long wait limit."""
-    input_arena = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
+    input_arena = EntryArena(GRAINS * GRAIN_BYTES, FOR_EVER)
     yield input_arena
     input_arena.close()
 
@@ -45,7 +45,7 @@ def input_arena() -> Iterator[InputArena]:
 class FullArena:
     """A full arena and requests that wait for space in it."""
 
-    def __init__(self, input_arena: InputArena, lane: Lane) -> None:
+    def __init__(self, input_arena: EntryArena, lane: Lane) -> None:
         self.input_arena, self.lane = input_arena, lane
         self.holders: list[Request] = []
         self.order: list[Request] = []
@@ -65,7 +65,7 @@ class FullArena:
 
 
 @pytest.fixture
-def harness(input_arena: InputArena, lane: Lane) -> FullArena:
+def harness(input_arena: EntryArena, lane: Lane) -> FullArena:
     return FullArena(input_arena, lane)
 
 
@@ -135,7 +135,7 @@ async def test_new_request_does_not_overtake_a_waiting_one(harness: FullArena) -
 async def test_request_is_rejected_after_the_wait_limit_and_can_retry(
     lane: Lane, wait_ms: int
 ) -> None:
-    input_arena = InputArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=wait_ms))
+    input_arena = EntryArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=wait_ms))
     holder, late = request_of(lane), request_of(lane)
     await admit(input_arena, holder)
 
@@ -252,7 +252,7 @@ async def test_release_around_the_end_of_the_wait_leaks_nothing(
     lane: Lane, turns_between: int
 ) -> None:
     """The release is in the iteration before, at, or after the end of the wait."""
-    harness = FullArena(InputArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=0)), lane)
+    harness = FullArena(EntryArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=0)), lane)
     await harness.fill(1)
     request = request_of(lane)
     task = asyncio.create_task(admit(harness.input_arena, request))
@@ -303,7 +303,7 @@ class SharedArena:
 
     def __init__(self) -> None:
         self.lane = open_lane()
-        self.input_arena = InputArena(self.GRAINS * GRAIN_BYTES, FOR_EVER)
+        self.input_arena = EntryArena(self.GRAINS * GRAIN_BYTES, FOR_EVER)
         self.holders: list[Request] = []
 
     async def admit(self, source: Source, grains: int = 1) -> asyncio.Task[None]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from iskander.config.schema import LimitsConfig
 from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.request import NEVER_NS
 from iskander.gateway.shadow.queue import QUEUED_NS, ShadowQueue, Usage
@@ -16,7 +15,7 @@ from iskander.gateway.shadow.queue import QUEUED_NS, ShadowQueue, Usage
 
 @pytest.fixture
 def arena() -> Iterator[InputArena]:
-    arena = InputArena(1 << 20, LimitsConfig())
+    arena = InputArena(1 << 20)
     yield arena
     arena.close()
 

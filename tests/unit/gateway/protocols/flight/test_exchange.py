@@ -42,7 +42,7 @@ def exchange_of(call: Any) -> Exchange:
     unused: Any = None
     return Exchange(
         call,
-        input_arena=unused,
+        entry=unused,
         dispatcher=SimpleNamespace(tracer=None, uses_contexts=False),  # type: ignore[arg-type]
         limits=Config().limits,
         find=unused,
@@ -259,11 +259,11 @@ async def test_split_batch_that_waits_for_memory_fails_with_the_reason_of_the_en
     call = SimpleNamespace(metadata=(), deadline_ns=None, source=Source(), is_blocked=False)
     stream = exchange_of(call)
 
-    async def wait_for_memory(_: object) -> None:
+    async def wait_for_memory(*_: object) -> None:
         stream._end_error = end_error
         await asyncio.get_running_loop().create_future()
 
-    arena: Any = SimpleNamespace(admit=lambda _: False, admit_later=wait_for_memory)
+    arena: Any = SimpleNamespace(enter=lambda _: False, enter_later=wait_for_memory)
     failures: list[IskanderError] = []
     split: Any = SimpleNamespace(
         requests=[object()],
@@ -271,7 +271,7 @@ async def test_split_batch_that_waits_for_memory_fails_with_the_reason_of_the_en
         held_bytes=0,
         fail=lambda _, error: failures.append(error),
     )
-    stream._input_arena = arena
+    stream._entry = arena
     task = asyncio.create_task(stream._admit_portions(split))
     await until(lambda: stream._unwritten)
     await asyncio.sleep(0)

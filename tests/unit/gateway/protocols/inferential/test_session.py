@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.input_arena import FOR_EVER, GRAINS, in_loop, open_lane, request_of, turns
+from support.input_arena import FOR_EVER, GRAINS, EntryArena, in_loop, open_lane, request_of, turns
 from support.robots import observation, response
 
 from iskander.config.schema import LimitsConfig
@@ -26,7 +26,7 @@ from iskander.foundation.measurement.recent_values import RecentValues
 from iskander.gateway.protocols.inferential.metrics import InferentialMetrics
 from iskander.gateway.protocols.inferential.session import Session
 from iskander.gateway.protocols.traced_call import GONE
-from iskander.gateway.scheduling.input_arena import InputArena
+from iskander.gateway.scheduling.entry import Entry
 from iskander.gateway.scheduling.request import Request
 from iskander.interprocess.memory.arena import GRAIN_BYTES
 
@@ -45,7 +45,7 @@ class Gateway:
 
     def __init__(self, limits: LimitsConfig) -> None:
         lane = open_lane()
-        self.input_arena = InputArena(GRAINS * GRAIN_BYTES, limits)
+        self.input_arena = EntryArena(GRAINS * GRAIN_BYTES, limits)
         self.filler = request_of(lane, GRAINS)
         assert self.input_arena.admit(self.filler)
         self.submitted: list[Request] = []
@@ -62,8 +62,10 @@ class Gateway:
         self.dispatcher = SimpleNamespace(
             tracer=SimpleNamespace(on_end=lambda _, __, error: self.traced.append(error)),
             uses_contexts=False,
-            submit=self.submitted.append,
             withdraw=lambda _: None,
+        )
+        self.entry = Entry(
+            self.input_arena, lambda request, victims: self.submitted.append(request), limits
         )
         self.session = Session(self, self, b"")  # type: ignore[arg-type]
 

@@ -92,7 +92,7 @@ class Server:
     def reject_immediately(self) -> None:
         """Fail every later request when it is queued."""
 
-        def submit(request: Request) -> None:
+        def submit(request: Request, victims: list[Request]) -> None:
             self.harness.input_arena.give_back(request)
             request.caller.fail(request, ExecutionFailed("at once"))
 

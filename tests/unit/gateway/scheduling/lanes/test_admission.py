@@ -48,7 +48,7 @@ def learn(lane: Lane, row_ns: int, base_ns: int) -> None:
 def rejection_of(lane: Lane, rows: int = 1, **terms: Any) -> IskanderError | None:
     """The rejection of a request that arrives now, or None; it is not queued."""
     try:
-        lane.require_open(request_of(lane, rows, arrived_ns=NOW, **terms), NOW)
+        lane.check(request_of(lane, rows, arrived_ns=NOW, **terms), NOW)
     except IskanderError as error:
         if not isinstance(error, NotReady):
             assert lane.counts[f"refused.{error.code}"] == 1
@@ -229,7 +229,7 @@ def test_outdated_cost_rejects_no_request() -> None:
     for later_ns, code in ((PROBE_NS - 1, "deadline_unreachable"), (PROBE_NS, None)):
         request = request_of(lane, arrived_ns=NOW + later_ns, budget_ms=2.0)
         with pytest.raises(IskanderError) if code else nullcontext() as caught:
-            lane.require_open(request, NOW + later_ns)
+            lane.check(request, NOW + later_ns)
         assert code is None or caught.value.code == code
 
 
@@ -305,6 +305,6 @@ def test_deadline_of_a_request_rejected_as_late_counts_as_missed(
     """Not without a deadline, and not if the queue was full."""
     lane = open_lane(is_learned=True, **settings)
     with pytest.raises(IskanderError):
-        lane.require_open(request_of(lane, arrived_ns=NOW, **terms), NOW)
+        lane.check(request_of(lane, arrived_ns=NOW, **terms), NOW)
 
     assert lane.counts["deadline.missed"] == missed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.lanes import MS, cost_of, lane_of, put, request_of
+from support.lanes import MS, cost_of, lane_of, put, queue, request_of
 
 from iskander.errors import QueueFull
 from iskander.gateway.auth.source import Source
@@ -249,24 +249,24 @@ def test_one_source_cannot_fill_a_fair_queue() -> None:
         while True:
             request = request_of(lane, source=Source(connection=connection))
             try:
-                lane.require_open(request, 0)
+                victims = lane.check(request, 0)
             except QueueFull:
                 break
-            lane.put(request, 0)
+            lane.put(request, 0, victims)
             admitted[connection] += 1
 
     assert admitted[0] == 800
     assert all(admitted[connection] for connection in admitted if connection < 3)
     assert sum(admitted.values()) < 900
     with pytest.raises(QueueFull, match="are reserved for other clients"):
-        lane.require_open(request_of(lane, source=Source(connection=0)), 0)
+        lane.check(request_of(lane, source=Source(connection=0)), 0)
 
 
 def test_source_that_holds_more_evicts_only_its_own_requests() -> None:
     lane = lane_of(queue_requests=128, client_requests=10_000, overflow="drop_oldest")
     innocent = put(lane, source=INNOCENT)
     for _ in range(200):
-        removed = lane.put(request_of(lane, source=ATTACKER), 0)
+        removed = queue(lane, request_of(lane, source=ATTACKER), 0)
         assert all(victim.terms.source == ATTACKER for victim, _ in removed)
 
     assert innocent.is_waiting
@@ -354,7 +354,7 @@ def test_request_that_must_run_alone_is_sliced_only_in_a_retry(is_retry: bool) -
     lane, worker = sliced_lane()
     request = request_of(lane, 60_000, source=ATTACKER, is_alone=not is_retry)
     request.is_alone = True
-    lane.put(request, 0)
+    queue(lane, request, 0)
     brief = BriefRequests()
     brief.note(INNOCENT, 0)
 

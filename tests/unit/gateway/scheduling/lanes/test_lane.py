@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.lanes import CONTRACT, MS, RecordingCaller, cost_of, lane_of, put, request_of
+from support.lanes import CONTRACT, MS, RecordingCaller, cost_of, lane_of, put, queue, request_of
 
 from iskander.config.models import LaneConfig
 from iskander.contract.column_types import ColumnType
@@ -31,8 +31,7 @@ def open_lane(**settings: Any) -> Lane:
 def admit(lane: Lane, rows: int = 1, **terms: Any) -> tuple[Request, list[tuple[Request, str]]]:
     """Admits a request; returns it and the evicted requests, which are retired."""
     request = request_of(lane, rows, arrived_ns=NOW, **terms)
-    lane.require_open(request, NOW)
-    evicted = lane.put(request, NOW)
+    evicted = lane.put(request, NOW, lane.check(request, NOW))
     lane.queue.validate()
     for victim, _ in evicted:
         assert not victim.is_waiting and victim is not request
@@ -43,8 +42,7 @@ def admit(lane: Lane, rows: int = 1, **terms: Any) -> tuple[Request, list[tuple[
 def admit_portion(lane: Lane, **terms: Any) -> Request:
     """Admits a further portion of a batch; requires that it evicts no request."""
     portion = request_of(lane, arrived_ns=NOW, is_part=True, **terms)
-    lane.require_open(portion, NOW)
-    assert lane.put(portion, NOW) == []
+    assert lane.put(portion, NOW, lane.check(portion, NOW)) == []
     lane.queue.validate()
     return portion
 
@@ -204,7 +202,7 @@ def test_replacing_request_keeps_the_rank_of_the_replaced_one(policy: str) -> No
             is_robot = name == "robot"
             now_ns = NOW + turn * MS
             request = request_of(lane, client=name, is_newest_wins=is_robot, arrived_ns=now_ns)
-            for older, _ in lane.put(request, now_ns):
+            for older, _ in queue(lane, request, now_ns):
                 lane.retire(older)
         first = next(iter(lane.queue))
         lane.take(first, 1)
@@ -258,12 +256,12 @@ def test_portions_of_a_batch_do_not_evict_each_other() -> None:
     """The second portion evicts another request; the third is rejected."""
     lane, caller = open_lane(overflow="drop_oldest", queue_requests=2), RecordingCaller()
     first, *portions = (request_of(lane, caller=caller, is_part=bool(index)) for index in range(3))
-    lane.put(first, NOW)
+    queue(lane, first, NOW)
     other = put(lane, now_ns=NOW)
 
-    assert [victim for victim, _ in lane.put(portions[0], NOW)] == [other]
+    assert [victim for victim, _ in queue(lane, portions[0], NOW)] == [other]
     with pytest.raises(QueueFull):
-        lane.require_open(portions[1], NOW)
+        lane.check(portions[1], NOW)
     assert first.is_waiting and portions[0].is_waiting
 
 
@@ -485,7 +483,7 @@ def test_rhythm_is_learned_from_rejected_requests() -> None:
         )
         lane.observe_arrival(request)
         with pytest.raises(IskanderError):
-            lane.require_open(request, arrived_ns)
+            lane.check(request, arrived_ns)
 
     assert lane.arrivals.clients() == [("robot", 20 * MS, 9)]
     assert len(list(lane.arrivals.expected(NOW + 199 * MS))) == 1

@@ -13,7 +13,6 @@ from support.lanes import cost_of, lane_of
 from support.observed import observe
 
 from iskander.cli.startup.compare import render
-from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.foundation.clock import now_ns
@@ -52,7 +51,7 @@ def pair_of(served: list[tuple[float, int]], candidate: list[tuple[float, int]])
         lane.model = msgspec.structs.replace(lane.model, name="m", version=version)
     lanes[0].metrics.batch_rows.record(8)
     lanes[0].costs[0] = cost_of(1000, 100_000)
-    arena = InputArena(1 << 16, LimitsConfig())
+    arena = InputArena(1 << 16)
     queue = ShadowQueue(arena, Usage())
     pair = ShadowPair(*lanes, queue, Tolerance(1e-6, 1e-3), lambda *_: None)
     arena.close()
