@@ -256,7 +256,7 @@ def test_error_in_a_cut_table_names_the_place_of_its_batch(gateway: Gateway) -> 
     rows, first = 5 * ROWS_MAX, 3 * ROWS_MAX
     clicks = pa.array([None if row == first + 7 else 0.5 for row in range(rows)], pa.float64())
     table = pa.table({"user.age": pa.array([3] * rows), "clicks": clicks})
-    with gateway.client() as client, pytest.raises(ContractError, match="row 7;") as caught:
+    with Client(gateway.address) as client, pytest.raises(ContractError, match="row 7;") as caught:
         client.score("converted", table)
     assert f"Its batch begins in row {first:,} of the table" in caught.value.message
     assert caught.value.fields["first_row"] == first
