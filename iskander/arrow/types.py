@@ -72,7 +72,7 @@ _SHRUNK: tuple[tuple[Callable[[pa.DataType], bool], Callable[..., pa.DataType]],
     ),
     (
         pa.types.is_map,
-        lambda arrow, _: pa.map_(shrunk(arrow.key_type), shrunk(arrow.item_type)),
+        lambda arrow, _: _shrunk_map(arrow),
     ),
     (pa.types.is_struct, lambda _, of: pa.struct(of)),
     (
@@ -209,6 +209,12 @@ def plain_of(arrow: pa.DataType) -> pa.DataType:
         return pa.list_(field.with_type(plain_of(field.type)), arrow.list_size)
     is_converted = arrow not in _STRINGS and _NAME_OF.get(arrow) in ("utf8", "binary")
     return pa.binary() if is_converted else arrow
+
+
+def _shrunk_map(arrow: pa.MapType) -> pa.MapType:
+    if pa.types.is_null(arrow.key_type):
+        return arrow  # pyarrow reads such a map, which can only be empty, and makes none.
+    return pa.map_(shrunk(arrow.key_type), shrunk(arrow.item_type))
 
 
 def shrunk(arrow: pa.DataType) -> pa.DataType:
