@@ -17,11 +17,12 @@ from iskander.config.observation import ModelLogConfig, ObservationConfig, Predi
 from iskander.config.schema import Config, LimitsConfig
 from iskander.foundation.clock import now_ns
 from iskander.gateway.observation.process import ObserverProcess
+from iskander.gateway.scheduling.entry import Entry
+from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.request import Request
 from iskander.gateway.scheduling.worker_slot import BatchPart, InFlightBatch
 from iskander.interprocess.memory.arena import Arena
 from iskander.interprocess.memory.segment import Segment
-from support.input_arena import EntryArena
 from support.lanes import lane_of, request_of
 from support.observed import make_worker
 
@@ -40,7 +41,8 @@ class Observing:
             prediction_log=PredictionLogConfig(path=str(self.log), file_s=0.5),
             models=(MODEL,),
         )
-        self.input_arena = EntryArena(ARENA_BYTES, LimitsConfig())
+        self.input_arena = InputArena(ARENA_BYTES)
+        self.entry = Entry(self.input_arena, lambda request, victims: None, LimitsConfig())
         self.lane = lane_of(rows_max=1 << 16)
         self.worker = make_worker()
         self.worker.output = Segment.create("iskander-output-test", ARENA_BYTES)
@@ -63,7 +65,7 @@ class Observing:
         request = request_of(self.lane, rows, arrived_ns=now_ns())
         request.expires_ns = now_ns() + 60_000_000_000
         request.tensors = [memoryview(np.full(rows, value, np.int64)).cast("B")]
-        assert self.input_arena.admit(request)
+        assert self.entry.enter(request)
         request.todo = []
         return request
 
