@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -291,7 +291,15 @@ def _decimals_survive(values: pa.Array) -> bool:
     short = values.filter(pc.less_equal(pc.binary_length(values), _DIGITS_KEPT))
     if not _all(pc.is_finite(short.cast(pa.float64()))):
         return False
-    return all(Decimal(each) == Decimal(repr(float(each))) for each in long.to_pylist())
+    return all(map(_is_kept, long.to_pylist()))
+
+
+def _is_kept(text: str) -> bool:
+    """Whether a number is that of its shortest text as a float."""
+    try:
+        return Decimal(text) == Decimal(repr(float(text)))
+    except InvalidOperation:  # Its exponent is out of the range of decimals.
+        return False
 
 
 def _are_read_as(kind: pa.DataType, values: pa.Array, wanted: pa.DataType) -> bool:
@@ -319,7 +327,7 @@ def _are_read_as(kind: pa.DataType, values: pa.Array, wanted: pa.DataType) -> bo
     large = values.filter(pc.greater_equal(pc.abs(parsed), _INTEGERS_KEPT))
     integers = large.filter(pc.match_substring_regex(large, _INTEGER))
     format = _FLOATS.get(str(wanted), _FLOATS["double"])[1]
-    return all(_is_exact(int(each), format) for each in integers.to_pylist())
+    return all(_is_exact(_integer(each), format) for each in integers.to_pylist())
 
 
 def _parsed(kind: pa.DataType, values: pa.Array) -> Any:  # noqa: ANN401
@@ -331,6 +339,12 @@ def _parsed(kind: pa.DataType, values: pa.Array) -> Any:  # noqa: ANN401
         return values
     except pa.ArrowInvalid:
         return None
+
+
+def _integer(text: str) -> int:
+    """The integer of a text whose float is finite; Python limits the digits, zeros included."""
+    digits = int(text.lstrip("-0") or "0")
+    return -digits if text.startswith("-") else digits
 
 
 def _is_exact(number: int, format: str) -> bool:

@@ -270,3 +270,28 @@ def test_any_column_that_no_model_reads_gives_its_texts(texts: list[str]) -> Non
         else:
             shown = pa.scalar(value, kind).cast(pa.string()).as_py()
             assert instant(shown) == instant(text)
+
+
+ZEROS = "0" * 5000
+
+
+@pytest.mark.parametrize("text", [f"{ZEROS}99999", f"-{ZEROS}99999", f"1.{ZEROS}1", "1" * 5000])
+def test_long_numbers_are_read_or_an_error(text: str, tmp_path: Path) -> None:
+    """Python converts no more than 4,300 digits."""
+    path = csv(tmp_path, f"x,{text}")
+    try:
+        _, values = opened(path, x=F32)
+    except SourceError as error:
+        assert "float32" in error.message and text == "1" * 5000
+    else:
+        assert values["x"] == [float(text)]
+
+
+@pytest.mark.parametrize(
+    "text", [f"1.5e{'9' * 30}", f"1.5e-{'9' * 30}", f"1.{ZEROS}1", f"{ZEROS}7"]
+)
+def test_long_numbers_that_no_model_reads_stay_text(text: str, tmp_path: Path) -> None:
+    """A decimal has no exponent of so many digits."""
+    path = csv(tmp_path, "x,1", f"k,{text}")
+    _, values = opened(path, x=F32)
+    assert values["k"] == [text]

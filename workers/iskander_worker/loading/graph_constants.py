@@ -61,12 +61,14 @@ class GraphConstants:
     """Constants that were found in a file.
 
     Attributes:
+        fields: Number of fields that were visited.
         words: Texts of tensors and attributes, such as categories.
         numbers: Numbers of small tensors and attributes.
         has_divisions: The graph may divide integers; true if the file was not read to its end.
     """
 
     def __init__(self) -> None:
+        self.fields = 0
         self.words: dict[str, None] = {}
         self.numbers: dict[float, None] = {}
         self.has_divisions = False
@@ -101,15 +103,14 @@ def constants_of(path: Path) -> GraphConstants:
 def _walk(raw: memoryview, name: str, found: GraphConstants) -> bool:
     """Visit the messages of a file; return whether it was read to its end."""
     above = [(_MODEL, 0, len(raw))]
-    visited = 0
     while above:
         kind, at, stop = above.pop()
         if kind == _TENSOR:
             _add_tensor(raw, at, stop, name, found)
             continue
         while at < stop:
-            visited += 1
-            if visited > FIELDS_MAX:
+            found.fields += 1
+            if found.fields > FIELDS_MAX:
                 return False
             number, begin, end = read_field(raw, at, stop, name)
             inner = _INNER[kind].get(number)
@@ -121,7 +122,8 @@ def _walk(raw: memoryview, name: str, found: GraphConstants) -> bool:
                     above += [(kind, end, stop), (inner, begin, end)]
                     break
             elif kind == _NODE and number == _OP_TYPE:
-                found.has_divisions |= bytes(raw[begin:end]) in _DIVISIONS
+                is_short = begin >= 0 and end - begin == len(_DIVISIONS[0])
+                found.has_divisions |= is_short and bytes(raw[begin:end]) in _DIVISIONS
             elif number == _STRINGS and kind in (_ATTRIBUTE, _LONG_ATTRIBUTE):
                 found.add_word(bytes(raw[begin : min(end, begin + WORD_BYTES_MAX + 1)]))
             elif kind == _ATTRIBUTE:
@@ -150,6 +152,7 @@ def _add_tensor(raw: memoryview, at: int, stop: int, name: str, found: GraphCons
         if at >= stop:
             break
         begun = at
+        found.fields += 1
         number, begin, at = read_field(raw, at, stop, name)
         if number == _STRING_DATA and begin >= 0:
             found.add_word(bytes(raw[begin : min(at, begin + WORD_BYTES_MAX + 1)]))

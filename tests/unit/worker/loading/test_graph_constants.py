@@ -90,3 +90,5 @@ def test_search_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr("iskander_worker.loading.graph_constants.FIELDS_MAX", 50)
     nodes = [helper.make_node("Identity", ["x"], ["y"])] * 100
     assert constants(tmp_path / "m", nodes, []).has_divisions
+    words = helper.make_tensor("words", TensorProto.STRING, [100], [b"a"] * 100)
+    assert constants(tmp_path / "t", nodes[:1], [words, words]).has_divisions
