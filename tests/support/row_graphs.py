@@ -164,6 +164,19 @@ def missing_in_row(folder: Path, row: int) -> Path:
     return _graph(folder, nodes, constants={"row": np.array([row], np.int64)})
 
 
+def unit_of_the_largest(folder: Path, threshold: float, element: int) -> Path:
+    """All values are divided by 1000 if the largest one exceeds a threshold: times in ms."""
+    nodes = [
+        node("Cast", ["x"], ["wide"], to=TensorProto.DOUBLE),
+        node("ReduceMax", ["wide"], ["largest"], keepdims=0),
+        node("Greater", ["largest", "threshold"], ["is_ms"]),
+        node("Div", ["wide", "thousand"], ["seconds"]),
+        node("Where", ["is_ms", "seconds", "wide"], ["y"]),
+    ]
+    constants = {"threshold": np.array(threshold), "thousand": np.array(1000.0)}
+    return _graph(folder, nodes, constants=constants, element=element, result=TensorProto.DOUBLE)
+
+
 def padded_words(folder: Path) -> Path:
     """The number of words of each text as a share of those of the longest text of the batch."""
     nodes = [

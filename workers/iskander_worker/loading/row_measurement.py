@@ -13,6 +13,7 @@ depends on what the second column names:
       and 1000 times as small
     among NaN, infinities, 10^9       the treatment of such values in the whole batch
     with constants of the graph       the replacement of such a value by one of the whole batch
+    among constants and their doubles a threshold for the whole batch
 
 The rows are the warm-up samples, if there are any, and generated ones of several kinds. The
 reference results of different rows must differ, because equal results do not show their row.
@@ -47,6 +48,8 @@ ZEROS = (Values(low=0, high=1), Values(low=-2))
 """Kinds of integers that end the process of a graph that divides by them."""
 INTEGER_MARKERS = (0, -1, -2, -9, 99, -99, 999, -999, 127, 255, 9999, -9999, 32767)
 """The same for integers; 0 and -1 not for a graph that divides integers."""
+LARGE_INTEGERS = (10**5, 10**6, 10**9, 10**13)
+"""Integers beyond usual thresholds, such as those of times in milliseconds."""
 LARGE = 1e4
 """Generated floats do not reach beyond a constant of this size, so its double is tried too."""
 FAR_ROWS = 1024
@@ -201,7 +204,7 @@ class _Measurement:
         self._extent = EXTENTS[0]
         self._far_rows = 0
         self._largest_rows = 0
-        self._may_be_zero = False
+        self._may_be_zero = self._is_confined = False
         self._constants = GraphConstants()
         self._varied_outputs: set[str] = set()
         self._kinds_examined = 0
@@ -215,6 +218,7 @@ class _Measurement:
 
     def verdict(self, samples: Arrays, graph_file: Path, *, is_confined: bool) -> RowVerdict:
         """Compare the rows of each kind of values, and judge the differences."""
+        self._is_confined = is_confined
         self._extent = self._choose_extent()
         self._constants = constants_of(graph_file)
         kinds = self._kinds(is_confined=is_confined)
@@ -271,9 +275,13 @@ class _Measurement:
             self._worst_similar = _larger_of(self._worst_similar, each)
         for each in self._other_magnitudes(rows, found, values):
             self._worst_unlike = _larger_of(self._worst_unlike, each)
-        if not self._has_difference:
-            for each in self._rare_neighbours(rows, found, values):
-                self._worst_unlike = _larger_of(self._worst_unlike, each)
+        neighbours = [self._rare_neighbours]
+        if self._kinds_examined == 1 and self._extent is EXTENTS[0]:
+            neighbours.append(self._constant_neighbours)
+        for differences in neighbours:
+            if not self._has_difference:
+                for each in differences(rows, found, values):
+                    self._worst_unlike = _larger_of(self._worst_unlike, each)
 
     @property
     def _has_difference(self) -> bool:
@@ -479,6 +487,24 @@ class _Measurement:
             kinds.append((values._replace(low=-2, high=-1), "negative values"))
         for kind, text in kinds:
             others = self._generator.rows(_row_count(rows), kind, seed=94)
+            yield from self._among(rows, found, others, f"among rows with {text}")
+
+    def _constant_neighbours(
+        self, rows: Arrays, found: dict[str, np.ndarray], values: Values
+    ) -> Iterator[_Difference]:
+        """Differences among rows with constants of the graph, their doubles and large integers."""
+        own = [each for number in self._constants.numbers for each in (number, 2 * number)]
+        kinds: list[tuple[Values, str]] = []
+        if self._generator.has_floats:
+            kinds += [(values._replace(rare=(number,)), f"{number:g}") for number in own]
+        if self._generator.has_integers and self._is_confined:
+            integers = [int(number) for number in own if number == int(number) and abs(number) > 9]
+            kinds += [
+                (values._replace(rare_integer=number), f"{number}")
+                for number in dict.fromkeys((*LARGE_INTEGERS, *integers))
+            ]
+        for kind, text in kinds:
+            others = self._generator.rows(_row_count(rows), kind, seed=90)
             yield from self._among(rows, found, others, f"among rows with {text}")
 
     def _float_markers(self) -> list[float]:

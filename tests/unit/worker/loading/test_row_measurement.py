@@ -99,6 +99,16 @@ def test_padding_beside_a_division_of_floats(tmp_path: Path) -> None:
     assert "integers below 1 crash it" in before[0].evidence
 
 
+@pytest.mark.parametrize(
+    ("threshold", "element"),
+    [(1e11, TensorProto.INT64), (7e5, TensorProto.INT32), (1e11, TensorProto.FLOAT), (3e18, 11)],
+)
+def test_threshold_for_the_whole_batch(threshold: float, element: int, tmp_path: Path) -> None:
+    """A neighbour's large value changes small ones; the threshold is a constant of the graph."""
+    folder = row_graphs.unit_of_the_largest(tmp_path / "m", threshold, element)
+    assert verdict_of(folder).verdict == "dependent"
+
+
 @pytest.mark.parametrize("row", [0, -1])
 def test_missing_value_in_the_first_or_last_row(row: int, tmp_path: Path) -> None:
     """Rows of one caller are the first or the last ones of a combined batch."""
