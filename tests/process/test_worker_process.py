@@ -449,6 +449,25 @@ def test_worker_exits_if_no_gateway_listens(tmp_path: Path) -> None:
         worker.end()
 
 
+def test_worker_attaches_again_if_a_stopping_gateway_has_removed_its_folder(
+    gateway: ScriptedGateway,
+) -> None:
+    worker = WorkerProcess(gateway.socket_path, gateway.folder, "--group", "0")
+    try:
+        gateway.accept()
+        # The gateway's end cannot bind its socket either.
+        with pytest.raises(OSError, match="No such file"):
+            gateway.welcome(channel=str(gateway.folder / "removed" / "c1"))
+        gateway.accept()
+        gateway.welcome()
+        worker.process.terminate()
+        assert gateway.receive() == Leaving()
+        gateway.send(Drain())
+        assert worker.process.wait(20) == 0
+    finally:
+        worker.end()
+
+
 def test_worker_exits_if_the_gateway_closes_each_connection(gateway: ScriptedGateway) -> None:
     worker = WorkerProcess(gateway.socket_path, gateway.folder, "--wait-s", "0.3")
     gateway.listener.settimeout(0.05)

@@ -517,6 +517,7 @@ def test_gateway_accepts_manually_started_workers(tmp_path: Path) -> None:
                 lambda: gateway.stats()["workers"][1]["pid"] == attached[2].pid,
                 what="the new worker",
             )
+            gateway.wait_full()
         finally:
             if third is not None:
                 third.end()

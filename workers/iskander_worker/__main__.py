@@ -127,9 +127,7 @@ def _work(arguments: argparse.Namespace) -> int:
             answer, descriptors = attach.receive_answer(connection)
         except (ProtocolError, OSError):
             # A gateway that is stopping closes the connection; its successor will answer.
-            connection.close()
-            _require_time(deadline_ns, "registered this worker")
-            clock.pause_s(CONNECT_PAUSE_S)
+            _disconnect(connection, deadline_ns)
             continue
         if not isinstance(answer, Welcome):
             raise ProtocolError(f"the gateway rejected this worker: {answer.message}")
@@ -154,8 +152,13 @@ def _work(arguments: argparse.Namespace) -> int:
         hello = Hello(
             PROTOCOL_VERSION, __version__, answer.group, answer.index, answer.cpus, hello.pool
         )
+        try:
+            first = Attachment(path, connection, answer, descriptors)
+        except OSError:
+            # A gateway that is stopping has removed the folder of the channel's sockets.
+            _disconnect(connection, deadline_ns)
+            continue
         # The replaced worker may still hold the lock: retried in each event loop iteration.
-        first = Attachment(path, connection, answer, descriptors)
         if loop.serve(Attachments(first, greet, notices), on_iteration=lock.acquire):
             if not loop.finish():
                 os._exit(ExitCode.DONE)
@@ -173,6 +176,13 @@ def _connect(path: str, deadline_ns: int | None, loop: WorkerLoop | None) -> soc
             _require_time(deadline_ns, "listened")
         clock.pause_s(CONNECT_PAUSE_S)
     return None
+
+
+def _disconnect(connection: socket.socket, deadline_ns: int | None) -> None:
+    """Give up a gateway that is stopping, and pause before the next attempt."""
+    connection.close()
+    _require_time(deadline_ns, "registered this worker")
+    clock.pause_s(CONNECT_PAUSE_S)
 
 
 def _deadline_ns(wait_s: float) -> int | None:

@@ -140,10 +140,17 @@ class LockFile:
         self._fd: int | None = None
 
     def acquire(self) -> bool:
-        """Acquire the lock unless already held; return False if another process holds it."""
+        """Acquire the lock unless already held.
+
+        Returns False if another process holds it, or if its folder is gone: a gateway removes the
+        folder when it stops.
+        """
         if self._fd is not None:
             return True
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            return False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
