@@ -4,9 +4,9 @@ The server is `support/interop_server.py`: grpc.testing.TestService on the gatew
 client runs all its cases on one channel. After each case the server has no open call and no charged
 memory, and its limits have ended no call.
 
-`docs/conformance.md` lists all cases of gRPC's description, with those that do not apply. The
-server never compresses its responses; gRPC allows that. `server_compressed_unary` and
-`server_compressed_streaming` only check the responses to clients that request compression.
+`docs/conformance.md` lists the cases that have a limit or do not apply. The server never compresses
+its responses, which gRPC allows: `server_compressed_unary` and `server_compressed_streaming` only
+check the responses to clients that request compression.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def client(request: pytest.FixtureRequest, server: InteropServer) -> Iterator[Ca
     client.close()
 
 
-def test_the_page_lists_each_case() -> None:
-    listed = re.findall(r"^\| `([a-z0-9_]+)` \| passes", PAGE.read_text(), re.M)
-    assert sorted(listed) == sorted({case for cases in CLIENTS.values() for case in cases})
+def test_the_page_names_the_number_of_cases() -> None:
+    (number,) = re.findall(r"test_grpc_interop\.py` \| all (\d+) that apply", PAGE.read_text())
+    assert int(number) == len({case for cases in CLIENTS.values() for case in cases})
 
 
 @pytest.mark.parametrize(

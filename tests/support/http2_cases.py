@@ -2,7 +2,6 @@
 
 The names are those of h2spec 2.0 (`test_h2spec.py`), whose sections are those of RFC 7540. The
 cases are written from the specifications, so that they run without that tool.
-`docs/conformance.md` lists them.
 """
 
 from __future__ import annotations

@@ -95,6 +95,6 @@ def require_open(wire: Wire) -> None:
     wire.until(lambda: is_acknowledged(wire, LAST_PING))
 
 
-def test_the_page_lists_each_case() -> None:
-    listed = re.findall(r"^\| `([a-z0-9]+/[0-9.]+/[0-9]+)` \| [0-9.]+ \|", PAGE.read_text(), re.M)
-    assert sorted(listed) == sorted(CASES)
+def test_the_page_names_the_number_of_cases() -> None:
+    (number,) = re.findall(r"test_http2_conformance\.py` \| all (\d+) \|", PAGE.read_text())
+    assert int(number) == len(CASES)
