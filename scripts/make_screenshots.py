@@ -1,4 +1,4 @@
-"""Screenshots of the page at the admin port, for docs/monitoring.md.
+"""Screenshots of the page at the admin port, for docs/observing.md.
 
 Starts a gateway with two models, scores with a changing load, kills a worker, and takes pictures
 with Chromium. Needs `chromium` of the system and the extra `browser`.

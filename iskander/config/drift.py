@@ -14,7 +14,7 @@ Limit = Annotated[float, Meta(gt=0, le=1)]
 
 
 class DriftConfig(Section, frozen=True, kw_only=True):
-    """Drift of sampled inputs and outputs; see `docs/drift.md`. Needs the extra `drift`.
+    """Drift of sampled inputs and outputs; see `docs/observing.md`. Needs the extra `drift`.
 
     A model is compared with its reference only if its `[models.drift]` has a share.
 

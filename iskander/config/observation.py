@@ -35,7 +35,7 @@ class ObservationConfig(Section, frozen=True, kw_only=True):
 
 
 class PredictionLogConfig(Section, frozen=True, kw_only=True):
-    """Parquet files with the inputs and outputs of sampled requests; see `docs/prediction-log.md`.
+    """Parquet files with the inputs and outputs of sampled requests; see `docs/observing.md`.
 
     A model is logged only if its `[models.prediction_log]` has a share.
 

@@ -1,4 +1,4 @@
-"""Settings of shadow versions, common to all models; see `docs/shadow.md`."""
+"""Settings of shadow versions, common to all models; see `docs/observing.md`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from support.processes import MIB, Gateway, eventually, running, suspended
 
 from iskander.errors import IskanderError
 
-PAGE = (ROOT / "docs" / "prediction-log.md").read_text()
+PAGE = (ROOT / "docs" / "observing.md").read_text()
 GLOB = "model=*/**/*.parquet"
 ALL = {"share": 1.0}
 ONE = {"groups": ["0"], "count": 1}

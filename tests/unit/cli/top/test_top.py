@@ -164,7 +164,7 @@ def test_every_sort_key_of_a_view_is_unique_and_no_command() -> None:
 
 
 def test_documented_keys_are_those_of_each_view() -> None:
-    page = (ROOT / "docs" / "monitoring.md").read_text("utf-8")
+    page = (ROOT / "docs" / "observing.md").read_text("utf-8")
     rows = re.findall(r"^\| ((?:`.` ?)+) \| (\w+): sort by", page, re.M)
     documented = {view: sorted(re.findall("`(.)`", keys)) for keys, view in rows}
     assert documented == {

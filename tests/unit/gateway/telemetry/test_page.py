@@ -106,7 +106,7 @@ def test_rows_that_are_left_out_are_counted() -> None:
 
 
 def test_documented_limits_are_those_of_the_lists() -> None:
-    text = (ROOT / "docs" / "monitoring.md").read_text("utf-8")
+    text = (ROOT / "docs" / "observing.md").read_text("utf-8")
 
     numbers = f"{MODELS_MAX}, {WORKERS_MAX}, {GPUS_MAX}, {MEMORY_MAX}, {EVENTS_MAX}"
     assert f"| models, workers, GPUs, rows of memory, events | {numbers};" in text
