@@ -35,6 +35,7 @@ from iskander.gateway.protocols.grpc_errors import rpc_error
 from iskander.gateway.protocols.health import HealthService
 from iskander.gateway.protocols.oip import service as oip_service
 from iskander.gateway.protocols.oip.service import OipService
+from iskander.gateway.protocols.oip.unary import Reject
 from iskander.gateway.protocols.reflection import ReflectionService
 from iskander.gateway.transport.addresses import unix_path
 from iskander.gateway.transport.http2.call import Call, Message
@@ -113,7 +114,7 @@ class GrpcServer:
         self._reflection_paths = frozenset(reflection_methods)
         methods_by_protocol = {
             "flight": self._flight_methods,
-            "oip": _oip(oip_service),
+            "oip": _oip(oip_service, self._reject),
             "health": health_methods,
             "reflection": reflection_methods,
         }
@@ -271,10 +272,10 @@ def _flight(service: FlightService) -> dict[str, Serve]:
     return _by_path(flight.SERVICE, methods)
 
 
-def _oip(service: OipService) -> dict[str, Serve]:
+def _oip(service: OipService, reject: Reject) -> dict[str, Serve]:
     methods: dict[str, Serve] = {name: _unary(answer) for name, answer in service.unary().items()}
     methods |= {name: _with_request(run) for name, run in service.administrative().items()}
-    methods["ModelInfer"] = _with_message(service.infer)
+    methods["ModelInfer"] = _with_message(partial(service.infer, reject=reject))
     methods["ModelStreamInfer"] = service.stream_infer
     return _by_path(oip_service.SERVICE, methods)
 

@@ -170,7 +170,7 @@ class RequestSubmitter:
 
         Raises as `open_call`.
         """
-        self._require_running()
+        self.require_running()
         self.calls.require_room(caller, self.limits.streams)
 
     async def infer(
@@ -188,7 +188,7 @@ class RequestSubmitter:
         the results are empty.
         """
         if not offered.rows:
-            self._require_running()
+            self.require_running()
             lane.require_rows_optional()
             return b""
         caller = _Caller()
@@ -225,7 +225,7 @@ class RequestSubmitter:
         during the wait for arena space calls `caller.fail`. The request is that of the call
         `traced`, if there is one.
         """
-        self._require_running()
+        self.require_running()
         request = Request(
             lane,
             caller,
@@ -262,7 +262,8 @@ class RequestSubmitter:
             log.admission_failed(model=request.lane.title, rows=request.rows, error=failure)
             request.caller.fail(request, IskanderError(INTERNAL))
 
-    def _require_running(self) -> None:
+    def require_running(self) -> None:
+        """Raise `Draining` if the server is stopping."""
         if self.is_draining:
             raise Draining("the server is stopping; retry on another server", retry_after_ms=0)
 

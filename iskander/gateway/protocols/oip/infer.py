@@ -1,4 +1,6 @@
-"""Inference for one Open Inference Protocol request: lookup, tensors, response.
+"""Steps of one Open Inference Protocol request over gRPC: lookup, tensors, response.
+
+`PendingInfer` has their order.
 
 Runs on: gateway loop. Source: Open Inference Protocol v2.
 """
@@ -17,7 +19,6 @@ from iskander.gateway.protocols.oip.request import (
     COPIES,
     ParsedRequest,
     copied_bytes,
-    is_for_thread,
     read_head,
     tensors_of,
 )
@@ -34,7 +35,6 @@ from iskander.gateway.protocols.tensors import (
     result_ranges,
     result_tensors,
 )
-from iskander.gateway.protocols.traced_call import TracedCall
 from iskander.gateway.repository.models import Models
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.transport.http2.call import Call, Message
@@ -79,51 +79,18 @@ class ResolvedRequest:
 
 
 class Inference:
-    """Answers requests; caches parsed requests and response layouts."""
+    """Reads requests and writes responses; caches parsed requests and response layouts.
+
+    Attributes:
+        submitter: Takes the requests.
+    """
 
     def __init__(self, models: Models, submitter: RequestSubmitter) -> None:
         self._models = models
-        self._submitter = submitter
+        self.submitter = submitter
         self._requests: dict[bytes, CachedRequest] = {}
         self._limits = submitter.limits  # Of the cached requests.
         self._layouts: dict[_Key, _Layout] = {}
-
-    async def answer(
-        self,
-        scanned: Scanned,
-        terms: StreamTerms,
-        call: Call,
-        traced: TracedCall | None = None,
-        *,
-        is_streamed: bool = False,
-    ) -> list[Message]:
-        """Run a request, and return a ModelInferResponse in parts.
-
-        `UnaryInfer` has the same sequence with callbacks, without a task.
-        """
-        resolved = self.find(scanned, terms, call.grant)
-        parsed, contract, limits = resolved.cached.parsed, resolved.contract, self._submitter.limits
-        charged_bytes = 0
-        if is_for_thread(parsed, scanned):
-            charged_bytes = min(copied_bytes(parsed, scanned), COPIES * limits.bytes)
-            call.charge_memory(charged_bytes)
-        try:
-            if charged_bytes:
-                tensors = await asyncio.to_thread(_tensors, parsed, scanned, contract, limits)
-            else:
-                tensors, charged_bytes = self.tensors(resolved, scanned, call)
-            merged, lane = terms.merged(parsed.terms), resolved.lane
-            results = await self._submitter.infer(
-                lane,
-                tensors,
-                terms=merged,
-                call_deadline_ns=terms.deadline_ns,
-                traced=traced,
-            )
-        finally:
-            if charged_bytes:
-                call.release_memory(charged_bytes)
-        return self.response(resolved, tensors.rows, results, is_streamed=is_streamed)
 
     def find(self, scanned: Scanned, terms: StreamTerms, grant: Grant) -> ResolvedRequest:
         """Parse a request and find its model version, which must be permitted and loaded."""
@@ -157,7 +124,7 @@ class Inference:
             tensors = match.offered(raw)
             if tensors is not None:  # They are slices of the message.
                 return tensors, 0
-        tensors = _tensors(cached.parsed, scanned, contract, self._submitter.limits)
+        tensors = _tensors(cached.parsed, scanned, contract, self.submitter.limits)
         if raw:
             cached.match = match_inputs(contract, raw, tensors)
         has_copies = scanned.typed or cached.parsed.strings >= 0
@@ -165,6 +132,22 @@ class Inference:
         if charged_bytes:
             call.charge_memory(charged_bytes)
         return tensors, charged_bytes
+
+    def charge_reading(self, resolved: ResolvedRequest, scanned: Scanned, call: Call) -> int:
+        """Charge the call for reading the tensors in a thread; the caller releases these bytes."""
+        limit_bytes = COPIES * self.submitter.limits.bytes
+        charged_bytes = min(copied_bytes(resolved.cached.parsed, scanned), limit_bytes)
+        call.charge_memory(charged_bytes)
+        return charged_bytes
+
+    async def tensors_by_thread(
+        self, resolved: ResolvedRequest, scanned: Scanned
+    ) -> RequestTensors:
+        """Read a request's tensors in a thread, after `charge_reading`."""
+        limits = self.submitter.limits
+        return await asyncio.to_thread(
+            _tensors, resolved.cached.parsed, scanned, resolved.contract, limits
+        )
 
     def response(
         self,
@@ -196,12 +179,12 @@ class Inference:
 
     def _parse(self, head: bytes) -> CachedRequest:
         """Parse a request, or return the cached one."""
-        if self._limits is not self._submitter.limits:
-            self._limits = self._submitter.limits
+        if self._limits is not self.submitter.limits:
+            self._limits = self.submitter.limits
             self._requests.clear()
         cached = self._requests.get(head)
         if cached is None:
-            cached = CachedRequest(read_head(head, self._submitter.limits.columns))
+            cached = CachedRequest(read_head(head, self.submitter.limits.columns))
             if len(self._requests) >= REMEMBERED_MAX:
                 self._requests.clear()
             if len(head) <= REMEMBERED_BYTES_MAX:

@@ -20,10 +20,7 @@ from iskander.gateway.protocols.oip import describe
 from iskander.gateway.protocols.oip.infer import Inference
 from iskander.gateway.protocols.oip.stream import InferStream
 from iskander.gateway.protocols.oip.unary import Reject, UnaryInfer
-from iskander.gateway.protocols.oip.wire import scan
-from iskander.gateway.protocols.stream_terms import StreamTerms
 from iskander.gateway.protocols.submit import RequestSubmitter
-from iskander.gateway.protocols.traced_call import MODEL_INFER, TracedCall
 from iskander.gateway.repository.models import Models
 from iskander.gateway.repository.peers import Peers
 from iskander.gateway.scheduling.lanes.lane import Lane
@@ -91,28 +88,19 @@ class OipService:
             stream.check_grant()
 
     def infer_inline(self, message: Message, call: Call, reject: Reject) -> bool:
-        """Answer a complete call without a task; return False if it needs `infer`."""
-        return UnaryInfer(self._inference, self._submitter, call, reject).begin(message)
+        """Answer a complete call without a task."""
+        call.receive()  # From here on, only the request refers to the message.
+        UnaryInfer(self._inference, call, reject).start(message)
+        return True
 
-    async def infer(self, raw: Message, call: Call) -> None:
-        """Answer one request in a task."""
-        with self._submitter.open_call(caller=call.caller):
-            tracer = self._submitter.tracer
-            terms = StreamTerms(
-                call.metadata,
-                call.deadline_ns,
-                call.source,
-                is_traced=self._submitter.uses_contexts,
-            )
-            with TracedCall(tracer, MODEL_INFER, terms.trace) as traced:
-                scanned = scan(raw, self._submitter.limits)
-                await call.answer(*await self._inference.answer(scanned, terms, call, traced))
+    async def infer(self, message: Message, call: Call, reject: Reject) -> None:
+        """Answer a call whose message arrived after the call."""
+        call.task = None  # The call outlives this task.
+        UnaryInfer(self._inference, call, reject).start(message)
 
     async def stream_infer(self, call: Call) -> None:
         """Serve a stream of requests; see `InferStream`."""
-        limits, tracer = self._submitter.limits, self._submitter.tracer
-        uses_contexts = self._submitter.uses_contexts
-        stream = InferStream(call, self._inference, limits, tracer, uses_contexts=uses_contexts)
+        stream = InferStream(call, self._inference)
         with self._submitter.open_call(stream.drain, call.caller) as opened:
             opened.lend(stream.idle_since_ns, stream.give_way)
             self._streams.add(stream)

@@ -10,47 +10,39 @@ Runs on: gateway loop. Source: Triton's streaming extension of the Open Inferenc
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from typing import Final
 
 from iskander._generated import oip_pb2
-from iskander.config.schema import LimitsConfig
 from iskander.errors import Draining, IskanderError, detach
 from iskander.foundation.clock import now_ns
 from iskander.foundation.logs import requests as log
 from iskander.gateway.protocols.oip.infer import Inference
-from iskander.gateway.protocols.oip.wire import in_stream, scan
+from iskander.gateway.protocols.oip.pending import PendingInfer
+from iskander.gateway.protocols.oip.wire import in_stream
 from iskander.gateway.protocols.stream_terms import StreamTerms
-from iskander.gateway.protocols.traced_call import MODEL_STREAM_INFER, TracedCall
+from iskander.gateway.protocols.traced_call import MODEL_STREAM_INFER
 from iskander.gateway.protocols.window import Window
-from iskander.gateway.scheduling.tracing import Tracer
 from iskander.gateway.transport.http2.call import Call, Message
 
-STATUS_METADATA = ("triton_grpc_error", "true")
+STATUS_METADATA: Final = ("triton_grpc_error", "true")
 """Metadata that ends a stream with the status of its first error."""
+FAILURE: Final = "internal server error; see the server's log"
 
 
 class InferStream:
     """One stream; its window has the limits of Flight's streams."""
 
-    def __init__(
-        self,
-        call: Call,
-        inference: Inference,
-        limits: LimitsConfig,
-        tracer: Tracer | None = None,
-        *,
-        uses_contexts: bool = False,
-    ) -> None:
-        self._call = call
-        self._inference = inference
-        self._limits = limits
-        self._tracer = tracer
-        self._terms = StreamTerms(
-            call.metadata, call.deadline_ns, call.source, is_traced=uses_contexts
+    def __init__(self, call: Call, inference: Inference) -> None:
+        submitter = inference.submitter
+        self.call = call
+        self.inference = inference
+        self.terms = StreamTerms(
+            call.metadata, call.deadline_ns, call.source, is_traced=submitter.uses_contexts
         )
-        self._ends_on_error = STATUS_METADATA in call.metadata
-        self._window = Window(limits)
-        # Private memory of each request in flight: its message and its response.
-        self._answers: dict[asyncio.Task[list[Message]], int] = {}
+        self.ends_on_error = STATUS_METADATA in call.metadata
+        self.window = Window(submitter.limits)
+        self._requests: deque[StreamedInfer] = deque()
         self._changed = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
@@ -62,24 +54,23 @@ class InferStream:
 
     async def run(self) -> None:
         """Serve the stream until its end; raise its error after all earlier responses."""
-        self._reader = asyncio.create_task(self._read_all())
-        self._reader.add_done_callback(lambda _: self._changed.set())
+        self._reader = reader = asyncio.create_task(self._read_all())
+        reader.add_done_callback(lambda _: self._changed.set())
         self._writer = asyncio.current_task()
         try:
-            await self._write_all()
+            await self._write_all(reader)
         except asyncio.CancelledError:
             if self._given_way is None:
                 raise
             raise self._given_way from None
         finally:
-            tasks = [self._reader, *self._answers]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            for request in self._requests:
+                request.withdraw()
             # Breaks the reference cycle of this frame, the tasks and their error.
             self._reader = self._writer = None
-            self._answers.clear()
-            tasks.clear()
+            self._requests.clear()
 
     def drain(self) -> None:
         """Stop reading; accepted requests are still answered, then the stream ends."""
@@ -88,8 +79,8 @@ class InferStream:
 
     def idle_since_ns(self) -> int:
         """Start of the time without progress; 0 while a request is being answered."""
-        stalled_ns = self._call.progress_ns
-        return stalled_ns or (0 if self._answers else self._progress_ns)
+        stalled_ns = self.call.progress_ns
+        return stalled_ns or (0 if self._requests else self._progress_ns)
 
     def give_way(self, error: IskanderError) -> None:
         """End the stream, which makes no progress, with an error."""
@@ -100,79 +91,109 @@ class InferStream:
     def check_grant(self) -> None:
         """If the token is no longer valid, drain the stream and end it with that error."""
         try:
-            self._call.grant.require_valid()
+            self.call.grant.require_valid()
         except IskanderError as error:
             self._last_error = error
             self.drain()
 
+    def on_answered(self) -> None:
+        """Continue to write: a request has its response or its error."""
+        self._changed.set()
+
     async def _read_all(self) -> None:
         """Read requests while the window has capacity."""
         # Without a local variable, which would keep the last message during the next read.
-        while self._enter(await self._call.read()):
-            while self._window.is_full:
+        while self._enter(await self.call.read()):
+            while self.window.is_full:
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _enter(self, raw: Message | None) -> bool:
-        """Start to answer a message; return False at the end of the stream."""
-        if raw is None:
+    def _enter(self, message: Message | None) -> bool:
+        """Submit the request of a message; return False at the end of the stream."""
+        if message is None:
             return False
-        answer = asyncio.create_task(self._answer(raw))
-        self._answers[answer] = len(raw)
-        self._window.enter(len(raw))
-        answer.add_done_callback(self._on_answer)
+        request = StreamedInfer(self, len(message))
+        self._requests.append(request)
+        request.start(message)
         return True
 
-    def _on_answer(self, answer: asyncio.Task[list[Message]]) -> None:
-        if answer in self._answers and not answer.cancelled() and answer.exception() is None:
-            response_bytes = sum(map(len, answer.result()))
-            self._answers[answer] += response_bytes
-            self._window.add_memory(response_bytes)
-        self._changed.set()
-
-    @property
-    def _first(self) -> asyncio.Task[list[Message]]:
-        return next(iter(self._answers))
-
-    async def _write_all(self) -> None:
+    async def _write_all(self, reader: asyncio.Task[None]) -> None:
         """Write each response in order, until the end of the stream."""
-        assert self._reader is not None
-        while True:  # No local variable for a task: its error would keep this frame.
-            if self._answers and self._first.done():
-                await self._call.write(*self._first.result())
+        while True:  # No local variable for a request: its error would keep this frame.
+            if self._requests and self._requests[0].is_answered:
+                await self.call.write(*self._requests[0].response())
                 self._progress_ns = now_ns()
-                self._window.leave(self._answers.pop(self._first))
+                self.window.leave(self._requests.popleft().held_bytes)
                 self._changed.set()
-            elif not self._answers and self._reader.done():
-                if self._reader.cancelled():
+            elif not self._requests and reader.done():
+                if reader.cancelled():
                     raise self._last_error
-                return self._reader.result()
+                return reader.result()
             else:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def _answer(self, raw: Message) -> list[Message]:
-        """Return the response to one request, or its error response."""
-        request_id = b""
+
+class StreamedInfer(PendingInfer):
+    """One request of a stream.
+
+    Attributes:
+        held_bytes: Private memory of the request in the window: its message and its response.
+    """
+
+    __slots__ = ("_error", "_parts", "_stream", "held_bytes")
+
+    def __init__(self, stream: InferStream, message_bytes: int) -> None:
+        super().__init__(stream.inference, stream.call, MODEL_STREAM_INFER, is_streamed=True)
+        self._stream = stream
+        self._parts: list[Message] | None = None
+        self._error: IskanderError | None = None
+        self.held_bytes = message_bytes
+        stream.window.enter(message_bytes)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the response, or the error, can be written."""
+        return self._parts is not None or self._error is not None
+
+    def response(self) -> list[Message]:
+        """Return the response in parts, or raise the error that ends the stream."""
+        if self._error is not None:
+            raise self._error
+        assert self._parts is not None
+        return self._parts
+
+    def start(self, message: Message) -> None:
+        """Submit the request; an error is its response."""
         try:
-            with TracedCall(self._tracer, MODEL_STREAM_INFER, self._terms.trace) as traced:
-                scanned = scan(raw, self._limits)
-                request_id = scanned.id
-                answer = self._inference.answer(
-                    scanned, self._terms, self._call, traced, is_streamed=True
-                )
-                return in_stream(await answer)
-        except IskanderError as error:
-            detach(error)
-            if self._ends_on_error:
-                raise
-            return [error_response(error, request_id)]
-        except Exception as bug:
-            log.inference_stream_failed(error=bug)
-            failure = "internal server error; see the server's log"
-            if self._ends_on_error:
-                raise IskanderError(failure) from None
-            return [error_response(IskanderError(failure), request_id)]
+            self.begin(message, self._stream.terms)
+        except Exception as error:
+            if isinstance(error, IskanderError):
+                detach(error)
+            self.reject(error)
+
+    def answer(self, parts: list[Message]) -> None:
+        """See `PendingInfer`."""
+        self.end_trace(None)
+        self._respond(in_stream(parts))
+
+    def reject(self, error: Exception) -> None:
+        """See `PendingInfer`."""
+        if not isinstance(error, IskanderError):
+            log.inference_stream_failed(error=error)
+            error = IskanderError(FAILURE)
+        if self._stream.ends_on_error:
+            self._error = error
+            self._stream.on_answered()
+        else:
+            self._respond([error_response(error, self.request_id)])
+
+    def _respond(self, parts: list[Message]) -> None:
+        response_bytes = sum(map(len, parts))
+        self._parts = parts
+        self.held_bytes += response_bytes
+        self._stream.window.add_memory(response_bytes)
+        self._stream.on_answered()
 
 
 def error_response(error: IskanderError, request_id: bytes) -> bytes:

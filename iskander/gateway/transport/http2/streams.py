@@ -333,7 +333,8 @@ def _ignore() -> None:
 
 
 async def _serve(host: Listener, call: Call) -> None:
-    """Run the handler of a call, then send its status."""
+    """Run the handler of a call, then send its status, unless the handler has given up `task`."""
+    own = call.task
     try:
         await host.serve(call)
     except RpcError as error:
@@ -342,7 +343,9 @@ async def _serve(host: Listener, call: Call) -> None:
         call.end(Status.INTERNAL, "internal server error")
         raise
     else:
-        call.end()
+        if call.task is own:
+            call.end()
     finally:
         # The task keeps the traceback of an error, whose frames refer to messages.
-        call.task = None
+        if call.task is own:
+            call.task = None

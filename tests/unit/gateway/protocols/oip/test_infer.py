@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,14 @@ from iskander.errors import (
 from iskander.gateway.auth.grants import FULL_GRANT
 from iskander.gateway.protocols.oip import infer as oip_infer
 from iskander.gateway.protocols.oip.infer import REMEMBERED_MAX, Inference
-from iskander.gateway.protocols.oip.wire import scan
+from iskander.gateway.protocols.oip.pending import PendingInfer
 from iskander.gateway.protocols.stream_terms import StreamTerms
 from iskander.gateway.protocols.submit import RequestSubmitter
 from iskander.gateway.protocols.tensors import RequestTensors
+from iskander.gateway.protocols.traced_call import MODEL_INFER
 from iskander.gateway.repository.models import Models
 from iskander.gateway.scheduling.lanes.lane import Lane
-from iskander.gateway.scheduling.request import NEVER_NS
+from iskander.gateway.scheduling.request import NEVER_NS, Caller, Request
 
 
 def spec(name: str, dtype: str, *shape: int) -> TensorSpec:
@@ -48,17 +50,37 @@ FIRST, SECOND = np.arange(3), np.arange(6, dtype=np.float32).reshape(3, 2)
 class ScriptedSubmitter(RequestSubmitter):
     """A submitter that records requests and returns the same results for all."""
 
+    tracer = None
+    uses_contexts = False
+
     def __init__(self) -> None:
         self.limits = LimitsConfig()
+        self.is_draining = False
         self.submitted: list[dict[str, Any]] = []
 
-    async def infer(self, lane: Lane, offered: RequestTensors, **terms: Any) -> bytes:
+    def submit(self, lane: Lane, offered: RequestTensors, caller: Caller, **terms: Any) -> Request:
         self.submitted.append({"lane": lane, "offered": offered, **terms})
         offsets, length = body_layout(CONTRACT.outputs, offered.rows)
         body = bytearray(length)
         for offset, values in zip(offsets, (FIRST, SECOND), strict=True):
             body[offset : offset + values.nbytes] = values.tobytes()
-        return bytes(body)
+        request = Request(lane, caller, offered.rows, offered.tensors)
+        asyncio.get_running_loop().call_soon(caller.deliver, request, bytes(body))
+        return request
+
+
+class AwaitedInfer(PendingInfer):
+    """A request whose response can be awaited."""
+
+    def __init__(self, inference: Inference, call: Any, *, is_streamed: bool) -> None:
+        super().__init__(inference, call, MODEL_INFER, is_streamed=is_streamed)
+        self.parts: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+
+    def answer(self, parts: list[Any]) -> None:
+        self.parts.set_result(parts)
+
+    def reject(self, error: Exception) -> None:
+        self.parts.set_exception(error)
 
 
 class OneModel(Models):
@@ -109,8 +131,9 @@ class Harness:
             }
         )
         terms = StreamTerms((("iskander-urgency", "0.5"),), deadline_ns)
-        scanned = scan(request.SerializeToString(), LimitsConfig())
-        parts = await self.inference.answer(scanned, terms, self.call, is_streamed=is_streamed)
+        pending = AwaitedInfer(self.inference, self.call, is_streamed=is_streamed)
+        pending.begin(request.SerializeToString(), terms)
+        parts = await pending.parts
         return oip_pb2.ModelInferResponse.FromString(b"".join(parts))
 
 
@@ -158,9 +181,8 @@ async def test_submitter_receives_tensors_without_a_copy() -> None:
         raw_input_contents=[FIRST.tobytes()],
     ).SerializeToString()
     buffer = bytearray(message)
-    await harness.inference.answer(
-        scan(buffer, LimitsConfig()), StreamTerms((), None), harness.call
-    )
+    pending = AwaitedInfer(harness.inference, harness.call, is_streamed=False)
+    pending.begin(buffer, StreamTerms((), None))
     buffer[-1] = 1
     (tensor,) = harness.submitter.submitted[0]["offered"].tensors
     assert tensor[-1] == 1

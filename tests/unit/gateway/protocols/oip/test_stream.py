@@ -27,6 +27,9 @@ MALFORMED = b"\x0b" * 100
 
 
 class NullSubmitter(RequestSubmitter):
+    tracer = None
+    uses_contexts = False
+
     def __init__(self) -> None:
         self.limits = LimitsConfig()
 
@@ -61,7 +64,7 @@ class FakeCall(Call):
 
 
 def stream_of(call: Call) -> InferStream:
-    return InferStream(call, Inference(Models(), NullSubmitter()), LimitsConfig())
+    return InferStream(call, Inference(Models(), NullSubmitter()))
 
 
 @pytest.fixture

@@ -107,9 +107,11 @@ class Server:
         if complete is None:
             return False
         try:
-            unary = WeakUnaryInfer(self.inference, self.harness.submitter, call, reject)
+            call.receive()
+            unary = WeakUnaryInfer(self.inference, call, reject)
             self.started.append(weakref.ref(unary))
-            return unary.begin(complete)
+            unary.start(complete)
+            return True
         except IskanderError as error:
             reject(call, error)
             return True
@@ -167,6 +169,36 @@ async def test_call_in_pieces_is_served_by_a_task() -> None:
         server.send_call(cut=20)
         await turns()
         assert len(server.peer.served) == 1 and not server.started
+
+
+@in_loop
+async def test_call_outlives_the_task_that_submitted_it() -> None:
+    async with open_server() as server:
+
+        async def serve(call: Call) -> None:
+            message = await call.read()
+            assert message is not None
+            call.task = None
+            UnaryInfer(server.inference, call, reject).start(message)
+
+        server.peer.host.serve = serve
+        server.send_call(cut=20)
+        await turns()
+        (request,) = server.submitted
+        assert server.peer.calls and not server.peer.frames_of(RST_STREAM)
+        server.harness.dispatcher.answer(request, SCORES.tobytes())
+        assert server.peer.answer().status == GRPC_OK and not server.peer.calls
+
+
+@in_loop
+async def test_reset_while_a_thread_reads_submits_nothing() -> None:
+    async with open_server() as server:
+        server.send_complete_call(1, 300_000, is_typed=True)
+        assert server.peer.host.budget.used_bytes > 300_000 and not server.submitted
+        server.peer.feed(rst_stream(1))
+        assert not server.harness.submitter.calls and server.peer.host.budget.used_bytes == 0
+        await asyncio.sleep(0.1)
+        assert not server.submitted
 
 
 @in_loop
