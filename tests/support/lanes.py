@@ -104,7 +104,8 @@ def put(lane: Lane, rows: int = 1, *, now_ns: int = 0, client: str = "", **terms
 
 
 def queue(lane: Lane, request: Request, now_ns: int) -> list[tuple[Request, IskanderError]]:
-    """Queue a request without its check, but with the evictions that a check finds."""
+    """Queue a request without its check, but with the rank and the evictions of a check."""
+    lane.rank(request)
     victims: list[Request] | QueueFull = []
     if not lane._unreserved.fits(lane.queue, request):
         older = lane._older(request)

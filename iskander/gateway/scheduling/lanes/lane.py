@@ -371,7 +371,7 @@ class Lane:
             raise error
 
     def check(self, request: Request, now_ns: int) -> list[Request]:
-        """Reject a request that cannot be queued or cannot complete in time.
+        """Rank a request, or reject it if it cannot be queued or cannot complete in time.
 
         Returns:
             The queued requests that `put` evicts for it in the same iteration of the event loop.
@@ -393,8 +393,9 @@ class Lane:
             error = share_error(outstanding, self.config, request)
         if error is None and request.expires_ns <= now_ns:
             error = expired_error(request, now_ns)
+        if error is None:
+            self.rank(request)
         if error is None and request.deadline_ns < NEVER_NS and self._may_reject_late(now_ns):
-            request.rank = self._policy.rank(request, 0)
             backlog, margin = self.backlog(now_ns), self._margin.share
             error = late_error(
                 self.queue, self.rules, request, backlog, now_ns=now_ns, margin=margin
@@ -410,6 +411,12 @@ class Lane:
             raise error
         assert not isinstance(victims, QueueFull)
         return victims
+
+    def rank(self, request: Request) -> None:
+        """Set the rank of a request by the lane's policy."""
+        terms = request.terms
+        period_ns = self.arrivals.period_ns(terms.client) if terms.is_named else 0
+        request.rank = self._policy.rank(request, period_ns)
 
     def add_retry_hint(self, error: IskanderError, now_ns: int) -> None:
         """Set the time after which a retry can succeed, if the error has none."""
@@ -441,8 +448,6 @@ class Lane:
         self.counts["requests"] += 1
         self.counts["rows"] += request.rows
         self.outstanding[terms.client] = self.outstanding.get(terms.client, 0) + 1
-        period_ns = self.arrivals.period_ns(terms.client) if terms.is_named else 0
-        request.rank = self._policy.rank(request, period_ns)
         older = self._older(request)
         removed: list[tuple[Request, IskanderError]] = []
         if older is not None:
