@@ -7,7 +7,7 @@ import select
 
 import numpy as np
 import pytest
-from iskander_worker.batches.tensors import memory
+from iskander_worker.batches.tensors import memory_at
 from iskander_worker.devices.arenas import PageLockedArenas
 from iskander_worker.devices.cuda import DriverError, open_device
 
@@ -75,6 +75,6 @@ def test_failed_allocation_is_no_fault_of_the_device() -> None:
     stream = device.create_stream()
     device.require_healthy(stream)
     address = device.allocate_host(64)
-    memory(address, 64)[:] = 1
+    memory_at(address, 64)[:] = 1
     device.free_host(address)
     device.destroy_stream(stream)

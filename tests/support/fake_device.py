@@ -150,7 +150,7 @@ class FakeDevice(Device):
         """Number of streams that exist."""
         return len(self._streams)
 
-    def settle(self) -> None:
+    def synchronize_all(self) -> None:
         self._check()
         for stream in list(self._streams):
             self.synchronize(stream)

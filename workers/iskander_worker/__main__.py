@@ -138,7 +138,7 @@ def _work(arguments: argparse.Namespace) -> int:
             from iskander_worker.attachments import Attachment, Attachments
             from iskander_worker.loop import WorkerLoop
 
-            backends.is_one_pool = answer.has_one_pool
+            backends.has_one_pool = answer.has_one_pool
             backends.gateway_id = gateway_id(Path(path).resolve().parent)
             loop = WorkerLoop(answer.cores)
         elif hello.cpus != answer.cpus:
@@ -158,7 +158,7 @@ def _work(arguments: argparse.Namespace) -> int:
             # A gateway that is stopping has removed the folder of the channel's sockets.
             _disconnect(connection, deadline_ns)
             continue
-        # The replaced worker may still hold the lock: retried in each event loop iteration.
+        # The replaced worker may still hold the lock, so every event loop iteration tries it again.
         if loop.serve(Attachments(first, greet, notices), on_iteration=lock.acquire):
             if not loop.finish():
                 os._exit(ExitCode.DONE)
@@ -189,10 +189,10 @@ def _deadline_ns(wait_s: float) -> int | None:
     return clock.now_ns() + int(wait_s * clock.NS_PER_S) if wait_s else None
 
 
-def _require_time(deadline_ns: int | None, what: str) -> None:
+def _require_time(deadline_ns: int | None, event: str) -> None:
     if deadline_ns is not None and clock.now_ns() > deadline_ns:
         raise NotReady(
-            f"timeout: no gateway {what} (limit: --wait-s at the start, later workers.reattach_s)"
+            f"timeout: no gateway {event} (limit: --wait-s at the start, later workers.reattach_s)"
         )
 
 

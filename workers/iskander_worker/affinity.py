@@ -14,7 +14,7 @@ from typing import Final
 from iskander.interprocess.memory.numa import prefer_node
 
 OOM_SCORE: Final = 500
-"""Half of the memory of the machine, in thousandths: more than the gateway's score."""
+"""OOM score of a worker, in thousandths of the machine's memory: more than the gateway's score."""
 
 
 def set_library_environment() -> None:

@@ -50,10 +50,10 @@ class Attachment:
         self._segments: list[Segment] = []
         try:
             for length in lengths:
-                # All but the first are writable; that is the input arena.
+                # The first segment is the input arena, which is read-only; the others are writable.
                 fd, is_writable = segment_fds.pop(0), bool(self._segments)
                 self._segments.append(Segment.attach(fd, length, is_writable=is_writable))
-            # A single channel blocks in its read; several are polled first.
+            # The read of a single channel waits; several channels are polled before a read.
             wait_s = None if welcome.peers else HEARTBEAT_INTERVAL_S
             self.channel = open_channel(
                 connection, welcome.channel, is_gateway=False, wait_s=wait_s
@@ -64,8 +64,8 @@ class Attachment:
             for fd in (*segment_fds, abort_fd):
                 os.close(fd)
             raise
-        inputs, outputs, beat = self._segments
-        self._heartbeat_view = beat.view
+        inputs, outputs, heartbeats = self._segments
+        self._heartbeat_view = heartbeats.view
         self.executor = Executor(inputs, outputs)
         self.canceller = RunCanceller(abort_fd)
         self._has_sent_leaving = False
@@ -119,7 +119,8 @@ class Attachments:
     def wait(self, wake_fds: tuple[int, ...] = ()) -> list[Attachment]:
         """Wait until a channel or one of `wake_fds` is readable; return the readable attachments.
 
-        Returns after a heartbeat interval at the latest. A single channel waits in its read.
+        Returns after a heartbeat interval at the latest. With a single channel and no `wake_fds` it
+        returns at once, because the read of that channel waits.
         """
         for fd in wake_fds:
             self._poll.register(fd, select.POLLIN)
@@ -131,10 +132,10 @@ class Attachments:
         ready = {fd for fd, _ in self._poll.poll(HEARTBEAT_INTERVAL_S * 1000)}
         for fd in wake_fds:
             self._poll.unregister(fd)
-        return [each for each in self.attached if each.channel.fileno() in ready]
+        return [attachment for attachment in self.attached if attachment.channel.fileno() in ready]
 
     def _busy_poll(self) -> None:
-        """Poll for a message without sleeping, for a limited time; yields the core to others."""
+        """Poll for a message without sleeping, for a limited time; yield the core meanwhile."""
         until_ns = now_ns() + self._busy_poll_ns
         while not self._poll.poll(0) and now_ns() < until_ns:
             os.sched_yield()
@@ -142,8 +143,8 @@ class Attachments:
     def heartbeat(self, own: Attachment | None = None, batch_id: int = 0, model: int = 0) -> None:
         """Write a heartbeat for every gateway process.
 
-        `own` is the process whose batch starts; None without a batch. It reads the batch id, the
-        other processes the negative digest of the model with the key `model`.
+        `own` is the process whose batch starts; None without a batch. It receives the batch id. The
+        other processes receive the negative digest of the model with the key `model`.
         """
         at_ns = now_ns()
         if own is not None and self._busy_poll_ns:
@@ -152,12 +153,12 @@ class Attachments:
             self.attached[0].heartbeat(at_ns, batch_id)
             return
         session = own.executor.sessions.get(model) if own is not None else None
-        others = -session.digest if session is not None else 0
-        for each in self.attached:
-            each.heartbeat(at_ns, batch_id if each is own else others)
+        busy_with = -session.digest if session is not None else 0
+        for attachment in self.attached:
+            attachment.heartbeat(at_ns, batch_id if attachment is own else busy_with)
 
     def is_first(self, attachment: Attachment) -> bool:
-        """Whether it is the gateway process that starts and stops this worker."""
+        """Whether this attachment is that of the process that starts and stops this worker."""
         return attachment.path == self._first.path
 
     def drop(self, attachment: Attachment, *, is_open_until_exit: bool = False) -> None:
@@ -172,7 +173,7 @@ class Attachments:
         if not self._peers or now < self._next_attach_ns:
             return
         self._next_attach_ns = now + RETRY_NS
-        attached = {each.path for each in self.attached}
+        attached = {attachment.path for attachment in self.attached}
         for path in (self._first.path, *self._peers):
             if path in self._handshakes:
                 self._finish_handshake(path, now)
@@ -193,7 +194,7 @@ class Attachments:
 
     def _start_handshake(self, path: str, now: int) -> None:
         try:
-            connection = attach.connect(path, 0.0)  # Fails if it would block; retried later.
+            connection = attach.connect(path, 0.0)  # Raises if it would block.
         except OSError:
             return
         try:
@@ -205,7 +206,7 @@ class Attachments:
         self._handshakes[path] = (now + ANSWER_NS, connection)
 
     def _finish_handshake(self, path: str, now: int) -> None:
-        """Read the answer, if it has arrived."""
+        """Read the answer of a gateway process, if it has arrived, and attach."""
         until_ns, connection = self._handshakes[path]
         has_answer = bool(select.select([connection], [], [], 0)[0])
         if not has_answer and now <= until_ns:
@@ -223,7 +224,7 @@ class Attachments:
                     return self._add(attachment)
                 attachment.close(is_open_until_exit=False)
             elif answer.code != ProtocolError.code:
-                return connection.close()  # It could not allocate the memory; retried.
-            # The slot is another one, or occupied. Only the first process can end this worker.
+                return connection.close()  # No memory in the gateway process: tried again later.
+            # This worker's slot is occupied, or it got another one. Only the first process ends it.
             self.is_reassigned |= path == self._first.path
         return connection.close()

@@ -16,8 +16,9 @@ from typing import Final
 from iskander_worker.backends import Run
 
 _ID_BYTES: Final = 8
-EARLY_MAX: Final = 16
-"""Ids that arrived outside their run; a worker has at most two batches in flight."""
+EARLY_IDS_MAX: Final = 16
+"""Limit of the ids that are kept because they arrived outside their run. A worker has at most two
+batches in flight."""
 
 
 class RunCanceller:
@@ -29,7 +30,7 @@ class RunCanceller:
         self._batch_id = 0
         self._run = Run()
         self._is_aborted = False
-        self._early_ids: deque[int] = deque(maxlen=EARLY_MAX)
+        self._early_ids: deque[int] = deque(maxlen=EARLY_IDS_MAX)
         threading.Thread(target=self._read_ids, name="isk-abort", daemon=True).start()
 
     def begin(self, batch_id: int) -> Run:

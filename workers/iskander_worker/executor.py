@@ -28,9 +28,9 @@ from iskander_worker.session import Session
 
 BINDINGS_MAX: Final = 512
 BINDING_BYTES_MAX: Final = 65_536
-"""Creating a binding costs some 60 us more than using one. Each has a few kilobytes, and private
-buffers for booleans and outputs of unknown shape; it is not cached if these are larger. Eviction is
-first in, first out, because tracking the use would cost time in every batch."""
+"""Creating a binding costs some 60 us more than using one. A binding has a few kilobytes, and
+private buffers for booleans and outputs of unknown shape; with larger buffers it is not cached.
+Eviction is first in, first out, because tracking the use would cost time in every batch."""
 
 
 class Executor:
@@ -59,11 +59,11 @@ class Executor:
         self._run_staged(message, run).scatter(self._output.view, message.slices, message.rows)
 
     def try_rows(self, message: Execute, run: Run) -> None:
-        """Run a batch without its results, or raise `ExecutionFailed`."""
+        """Run a batch and discard its results, or raise `ExecutionFailed`."""
         self._run_staged(message, run)
 
     def _run_staged(self, message: Execute, run: Run) -> _Stage | ArrayStage:
-        """Run a batch on a stage, which has the results then."""
+        """Gather a batch in a stage and run it there; return the stage, which has the results."""
         self._require_inside(message)
         stage = self._stages.get((message.model, message.bucket))
         if stage is None or stage.rows < message.rows:
@@ -73,11 +73,11 @@ class Executor:
         return stage
 
     def input_body(self, offset: int) -> memoryview:
-        """The input arena from the body of a request on."""
+        """Return the input arena from `offset`, where the body of a request begins, to its end."""
         return self._input.view[offset:]
 
     def is_launched(self, message: Execute) -> bool:
-        """Whether a batch is for `launch` instead of `execute`."""
+        """Whether a batch is run by `launch`, because its model is on a device."""
         session = self.sessions.get(message.model)
         return session is not None and session.launcher is not None
 
@@ -123,9 +123,11 @@ class Executor:
         return binding
 
     def _create_stage(self, message: Execute) -> _Stage | ArrayStage:
-        """A stage for batches of at least that many rows: a power of two, so it seldom grows."""
+        """Create a stage; its rows are rounded up to a power of two, so that it seldom grows."""
         key, rows = (message.model, message.bucket), message.rows
-        self._bindings = {each: kept for each, kept in self._bindings.items() if each[:2] != key}
+        self._bindings = {
+            cached: kept for cached, kept in self._bindings.items() if cached[:2] != key
+        }
         session = self.sessions[message.model].bucket(message.bucket)
         if session.inputs.has_strings or session.outputs.has_strings:
             stage: _Stage | ArrayStage = ArrayStage(session)
@@ -136,15 +138,15 @@ class Executor:
 
     def _require_inside(self, message: Execute) -> None:
         session = self.sessions[message.model].bucket(message.bucket)
-        for each in message.slices:
-            _, input_bytes = session.inputs.layout(each.request_rows)
-            _, output_bytes = session.outputs.layout(each.rows)
-            assert 0 <= each.input_offset <= len(self._input) - input_bytes, "beyond the arena"
-            assert 0 <= each.output_offset <= len(self._output) - output_bytes, "beyond the arena"
-            assert 0 <= each.first <= each.request_rows - each.rows, "beyond the request"
+        for part in message.slices:
+            _, input_bytes = session.inputs.layout(part.request_rows)
+            _, output_bytes = session.outputs.layout(part.rows)
+            assert 0 <= part.input_offset <= len(self._input) - input_bytes, "beyond the arena"
+            assert 0 <= part.output_offset <= len(self._output) - output_bytes, "beyond the arena"
+            assert 0 <= part.first <= part.request_rows - part.rows, "beyond the request"
             if session.inputs.has_strings:
-                body = self._input.view[each.input_offset :]
-                session.inputs.string_ranges(body, each.request_rows)
+                body = self._input.view[part.input_offset :]
+                session.inputs.string_ranges(body, part.request_rows)
 
 
 class _Stage:
@@ -161,7 +163,7 @@ class _Stage:
         self.output_address = outputs.ctypes.data
 
     def gather(self, source: memoryview, slices: tuple[Slice, ...], rows: int) -> None:
-        """Concatenate the rows of the slices, padded with the last one."""
+        """Concatenate the rows of the slices; repeat the last row up to `rows` rows."""
         gather(self._inputs, source, slices, self._input_view, rows)
 
     def scatter(self, target: memoryview, slices: tuple[Slice, ...], rows: int) -> None:

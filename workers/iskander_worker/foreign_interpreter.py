@@ -17,11 +17,11 @@ import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 
-EXIT_LACKS = 78
+EXIT_INTERPRETER = 78
 PYTHON_MIN = (3, 11)
 FOLDERS = "ISKANDER_PACKAGES"
 """Environment variable with the folders, for child processes."""
-NEEDED = ("msgspec", "numpy")
+PACKAGES_NEEDED = ("msgspec", "numpy")
 
 
 class PackageFinder:
@@ -38,7 +38,7 @@ class PackageFinder:
 
 
 def own_command(module: str) -> list[str]:
-    """The command that runs another of our modules in this interpreter."""
+    """Return the command that runs another module of ours in this interpreter."""
     folders = os.environ.get(FOLDERS)
     start = ["-m"] if folders is None else [__file__, folders]
     return [sys.executable, "-P", *start, module]
@@ -48,19 +48,19 @@ def main() -> None:
     """Check the interpreter, install the finder, and run the module."""
     os.environ[FOLDERS] = folders = sys.argv.pop(1)
     module = sys.argv.pop(1)
-    if complaint := _complaint():
-        sys.stderr.write(f"iskander-worker[{os.getpid()}]: {sys.executable} {complaint}\n")
-        sys.exit(EXIT_LACKS)
+    if problem := _missing_requirement():
+        sys.stderr.write(f"iskander-worker[{os.getpid()}]: {sys.executable} {problem}\n")
+        sys.exit(EXIT_INTERPRETER)
     sys.meta_path.insert(0, PackageFinder(folders.split(os.pathsep)))
     importlib.import_module(module).main()
 
 
-def _complaint() -> str:
-    """The missing requirement; empty if the interpreter meets all."""
+def _missing_requirement() -> str:
+    """Describe what the interpreter lacks; empty if it lacks nothing."""
     if sys.version_info < PYTHON_MIN:
         found = ".".join(map(str, sys.version_info[:2]))
         return f"is Python {found}, and a worker needs 3.11 or newer"
-    missing = [name for name in NEEDED if PathFinder.find_spec(name) is None]
+    missing = [name for name in PACKAGES_NEEDED if PathFinder.find_spec(name) is None]
     if missing:
         return f"lacks {' and '.join(missing)}, which a worker needs: install them there"
     return ""

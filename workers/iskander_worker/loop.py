@@ -60,7 +60,7 @@ class _Launched(NamedTuple):
 
 
 class WorkerLoop:
-    """Serves one gateway after another, and keeps the models in between.
+    """Serves one gateway after another; the models stay loaded between two gateways.
 
     `is_leaving` is set by a stop signal.
     """
@@ -70,7 +70,7 @@ class WorkerLoop:
         self._attachments: Attachments | None = None
         self._pipeline: Pipeline | None = None
         self._launched: deque[_Launched] = deque()
-        self._landed_ns = 0
+        self._previous_end_ns = 0
         self._failing_rows = FailingRows()
         self.is_leaving = False
         os.register_at_fork(after_in_child=self._after_fork)
@@ -83,15 +83,15 @@ class WorkerLoop:
         `on_iteration` is called in every event loop iteration until it returns True.
         """
         self._attachments = attachments
-        is_drained = is_stopping = is_done = False
+        is_drained = is_stopping = is_iteration_done = False
         loads = self._loads
         loads.keep_unused()
         while attachments.attached:
             if self._launched:
-                self._answer_launched()  # The heartbeat stays that of the oldest batch.
+                self._answer_launched()  # Meanwhile the heartbeat names the oldest batch.
             if not self._launched:
                 attachments.heartbeat()
-            is_done = is_done or on_iteration()
+            is_iteration_done = is_iteration_done or on_iteration()
             if loads.is_busy:
                 self._answer_load(attachments)
             elif loads.kept_until_ns:
@@ -139,11 +139,11 @@ class WorkerLoop:
                     if self._pipeline is not None and attachment.executor.is_launched(message):
                         self._launch(message, attachment, answers)
                         continue
-                    beat = partial(
+                    heartbeat = partial(
                         attachments.heartbeat, attachment, message.batch_id, message.model
                     )
-                    beat()
-                    self._execute(message, attachment, answers, beat)
+                    heartbeat()
+                    self._execute(message, attachment, answers, heartbeat)
                     if self._loads.is_busy:
                         self._answer_load(attachments)
                 elif isinstance(message, Load):
@@ -173,8 +173,8 @@ class WorkerLoop:
         is_first = attachments.is_first(attachment)
         self._drop(attachments, attachment, is_open_until_exit=is_first)
         if is_first and not drain.is_stopping:
-            for each in attachments.attached:
-                each.send_leaving()
+            for peer in attachments.attached:
+                peer.send_leaving()
         return is_first
 
     def _execute(
@@ -208,7 +208,7 @@ class WorkerLoop:
             run.steps = ()
 
     def _launch(self, message: Execute, attachment: Attachment, answers: list[ToGateway]) -> None:
-        """Enqueue a batch on the device, after the end of another one if two are in flight."""
+        """Enqueue a batch on the device; if two are in flight already, wait for the end of one."""
         pipeline = self._pipeline
         assert pipeline is not None and self._attachments is not None
         while pipeline.is_full:
@@ -237,9 +237,9 @@ class WorkerLoop:
             return
         for flight in flights:
             attachment, message, begun_ns = self._launched.popleft()
-            # Batches overlap: the time of one begins with the end of the last.
-            run_ns = flight.ended_ns - max(begun_ns, self._landed_ns)
-            self._landed_ns = flight.ended_ns
+            # Batches overlap: the run time of a batch begins when the previous batch ended.
+            run_ns = flight.ended_ns - max(begun_ns, self._previous_end_ns)
+            self._previous_end_ns = flight.ended_ns
             attachment.last_run = (message.model, message.rows, run_ns)
             attachment.channel.send(encode([Done(message.batch_id, run_ns), flight.copied]))
         if self._launched:
@@ -254,12 +254,12 @@ class WorkerLoop:
     def _drop(
         self, attachments: Attachments, attachment: Attachment, *, is_open_until_exit: bool = False
     ) -> None:
-        """Detach from a gateway process; its successor can load the same models."""
+        """Detach from a gateway process; keep its models for the process that replaces it."""
         attachments.drop(attachment, is_open_until_exit=is_open_until_exit)
         self._loads.keep_unused()
 
     def _unload(self, attachment: Attachment, model: int) -> None:
-        """Remove a model from a gateway process, and close it if no other one uses it."""
+        """Remove a model from a gateway process; close it if no other gateway process uses it."""
         session = attachment.executor.sessions.get(model)
         attachment.executor.drop(model)
         if session is not None and session not in self._used_sessions():
@@ -268,20 +268,22 @@ class WorkerLoop:
     def _used_sessions(self) -> set[Session]:
         assert self._attachments is not None
         attached = self._attachments.attached
-        return {session for each in attached for session in each.executor.sessions.values()}
+        return {
+            session for attachment in attached for session in attachment.executor.sessions.values()
+        }
 
     def _answer_load(self, attachments: Attachments) -> None:
         """Send the answers of a finished load, if its gateway process is still attached.
 
-        Of an unfinished one, send its progress when it is due.
+        While a load is running, send a report of its progress when one is due.
         """
         report = self._loads.progress()
         if report is not None and report[0] in attachments.attached:
             report[0].channel.send(encode([report[1]]))
-        done = self._loads.get()
-        if done is None or done[0] not in attachments.attached:
+        finished = self._loads.finish_load()
+        if finished is None or finished[0] not in attachments.attached:
             return
-        attachment, answers = done
+        attachment, answers = finished
         answers = self._prepare_device(attachment, answers)
         frame = encode(answers)
         if len(frame) > FRAME_BYTES_MAX:
@@ -334,6 +336,6 @@ def _failed(message: Execute, error: IskanderError, found: Finding, *, is_aborte
 
 
 def _is_brief(message: Execute, attachment: Attachment) -> bool:
-    """Whether this batch is so short that the last answer can wait for it."""
+    """Whether this batch is so short that the previous answer can wait for its answer."""
     model, rows, run_ns = attachment.last_run
     return message.model == model and message.rows <= rows and run_ns < SHARED_ANSWER_NS

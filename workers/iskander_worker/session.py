@@ -46,12 +46,18 @@ from iskander_worker.loading.model_files import folder_sha256
 from iskander_worker.loading.opener import require_trusted
 from iskander_worker.loading.output_proof import require_written, stain_memory, unbound_outputs
 from iskander_worker.loading.row_measurement import MEASURE_S, measure_rows
-from iskander_worker.warm_up import compute, from_body, generate_inputs, sample_inputs, warm
+from iskander_worker.warm_up import (
+    compute_body,
+    from_body,
+    generate_inputs,
+    run_warm_up,
+    sample_inputs,
+)
 
 PROOF_ROWS = (1, 3)
 """Rows of the batches that prove which memory a run writes."""
 SAMPLES_MEASURED = 8
-"""Rows of the warm-up samples that are measured."""
+"""Number of rows of the warm-up samples that are measured."""
 
 
 class Session:
@@ -61,10 +67,10 @@ class Session:
         notices: Problems that do not prevent serving.
         digest: Digest of the model version, for heartbeats.
         files_sha256: Hash of the model's files, sent in `Loaded`; empty if unknown.
-        library: Name and version of the library that computes its batches, sent in `Loaded`.
+        library: Name and version of the library that computes the batches, sent in `Loaded`.
         measurement: What the load found out about the model by running it.
         graph: Tensors that the model itself declares.
-        device: GPU that computes its batches; None: the processor.
+        device: GPU that computes the batches; None if the processor does.
         launcher: Launcher of a model on a GPU; None if the host must convert a tensor.
         workspaces: Device memory of each slot; empty without a launcher.
     """
@@ -73,7 +79,7 @@ class Session:
         self, spec: ModelSpec, cores: int, load: Callable[[ModelSpec, int], Model] = load_model
     ) -> None:
         files_sha256 = ""
-        if spec.backend != "onnx":  # Its own loader checks and hashes the files of the graph.
+        if spec.backend != "onnx":  # The backend `onnx` checks and hashes its files itself.
             require_trusted(spec)
             files_sha256 = folder_sha256(Path(spec.path).parent)
         self._model = model = load(spec, cores)
@@ -97,7 +103,7 @@ class Session:
         self._is_measured = known is not None
         self.measurement = known or Measurement()
         self._combine = manifest.combine if manifest is not None else None
-        self._choices = _choices(manifest, labels)
+        self._accepted_texts = _vocabulary_words(manifest, labels)
         if known is not None:
             self._require_one_result_per_row()
             self.contract = _without_binding(self.contract, frozenset(known.unbound))
@@ -128,11 +134,11 @@ class Session:
         can_bind = can_bind and all(spec.type.dtype_name != "bool" for spec in columns)
         self.launcher = launcher if can_bind else None
         self.workspaces = self._make_workspaces()
-        self._buckets = tuple(map(self._variant, variants(self.contract)[:-1]))
+        self._buckets = tuple(map(self._session_of_bucket, variants(self.contract)[:-1]))
 
     @property
     def relation(self) -> RowRelation:
-        """Whether its rows affect each other's results: as measured, or by the manifest."""
+        """Whether rows of a batch affect each other's results: as measured, or by the manifest."""
         return RowRelation(self.measurement.verdict, self.measurement.evidence, self._combine)
 
     @property
@@ -142,15 +148,15 @@ class Session:
 
     @property
     def is_exact(self) -> bool:
-        """Whether equal batches have equal bits, as on a processor."""
+        """Whether equal batches have results with equal bits, as on a processor."""
         return self.launcher is None
 
     def bucket(self, number: int) -> Session:
-        """The session for a bucket's input length; this one is that of the last bucket."""
+        """Return the session for a bucket's input length; `self` serves the last bucket."""
         return self._buckets[number] if number < len(self._buckets) else self
 
-    def _variant(self, contract: Contract) -> Session:
-        """A session with the same model and the contract of a bucket."""
+    def _session_of_bucket(self, contract: Contract) -> Session:
+        """Return a session with the same model and the contract of a bucket."""
         session = copy.copy(self)
         session.contract, session.inputs = contract, RowCopier(contract.inputs)
         session.workspaces = session._make_workspaces()
@@ -193,15 +199,15 @@ class Session:
         return self._model.probe(run) if isinstance(self._model, RemoteModel) else ""
 
     def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
-        """The results of a batch of arrays, in memory of the model, or `ExecutionFailed`."""
+        """Return the results of arrays, in memory of the model, or raise `ExecutionFailed`."""
         try:
             return self._compute(arrays, outputs, run)
         except DATA_ERRORS as error:
             raise ExecutionFailed(f"computing this batch failed: {error}") from None
 
     def results(self, rows: int, arrays: Arrays, run: Run) -> dict[str, np.ndarray]:
-        """The results of a batch by name; computed in the same way as the batch of a caller."""
-        return from_body(self.contract.outputs, rows, compute(self, rows, arrays, run))
+        """Return the results of a batch by name, computed in the way of a caller's batch."""
+        return from_body(self.contract.outputs, rows, compute_body(self, rows, arrays, run))
 
     def stain(self, lengths: Sequence[int], pattern: int) -> None:
         """Fill memory of these lengths with a pattern and free it, in the model's allocator."""
@@ -210,21 +216,23 @@ class Session:
     def warm_up(self, rows_max: int) -> None:
         """Run the first batches, of at most `rows_max` rows, before any caller's.
 
-        Without a cached measurement, it is first proved which memory the runs write.
+        If no measurement is cached, first prove which memory the runs write.
         """
         if isinstance(self._model, RemoteModel) and not self._warm_up.samples:
             return
         generated = msgspec.structs.replace(self._warm_up, samples="")
         if not self._is_measured and not isinstance(self._model, RemoteModel):
             self._prove_outputs(generated)
-        for each in self._buckets:
-            warm(each, self._folder, generated, rows_max)
-        warm(self, self._folder, self._warm_up, rows_max)
+        for bucket in self._buckets:
+            run_warm_up(bucket, self._folder, generated, rows_max)
+        run_warm_up(self, self._folder, self._warm_up, rows_max)
         if self.launcher is not None:
-            for each in (*self._buckets, self):
+            for session in (*self._buckets, self):
                 for _ in range(SLOTS):  # Each slot has launches and graphs of its own.
-                    warm(each, self._folder, generated, rows_max, self.launcher.graph_rows)
-                    each.workspaces.reverse()
+                    run_warm_up(
+                        session, self._folder, generated, rows_max, self.launcher.graph_rows
+                    )
+                    session.workspaces.reverse()
 
     def measure(
         self,
@@ -254,7 +262,7 @@ class Session:
         verdict, evidence, has_other_rows = measure_rows(
             self,
             self._measured_samples(),
-            self._choices,
+            self._accepted_texts,
             self._file,
             is_confined=is_confined,
             seconds=seconds,
@@ -266,7 +274,7 @@ class Session:
         self._require_one_result_per_row()
 
     def _measured_samples(self) -> Arrays:
-        """Some rows of the warm-up samples; empty if a fixed number of rows needs more."""
+        """Return some rows of the warm-up samples; none if a fixed number of rows needs more."""
         if not self._warm_up.samples:
             return {}
         fixed = self.contract.rows_fixed
@@ -287,20 +295,20 @@ class Session:
     def _prove_outputs(self, plan: WarmUp) -> None:
         """Prove that runs write all memory of their results; raise a `ManifestError` otherwise.
 
-        Bound outputs that a run does not write are copied from now on.
+        From now on, bound outputs that a run does not write are copied.
         """
         specs, fixed = self.contract.inputs, self.contract.rows_fixed
         random = WarmUp(values="random", low=1, high=2)
         batches = [
-            (rows, generate_inputs(specs, rows, each))
+            (rows, generate_inputs(specs, rows, values))
             for rows in (PROOF_ROWS if fixed is None else (fixed,))
-            for each in (plan, random)
+            for values in (plan, random)
         ]
         if self._warm_up.samples:
             rows, inputs = sample_inputs(specs, self._folder, self._warm_up.samples)
             wanted = fixed or min(rows, PROOF_ROWS[-1])
             if wanted <= rows:
-                batches.append((wanted, {name: each[:wanted] for name, each in inputs.items()}))
+                batches.append((wanted, {name: array[:wanted] for name, array in inputs.items()}))
         unbound = unbound_outputs(self, batches, may_differ=self._combine is not None)
         if unbound:
             self.measurement = Measurement(unbound)
@@ -313,7 +321,7 @@ class Session:
 
 
 def _without_binding(contract: Contract, unbound: Collection[int]) -> Contract:
-    """The contract with these outputs copied from the runtime's memory."""
+    """Return the contract, in which the `unbound` outputs are copied from the runtime's memory."""
     outputs = tuple(
         msgspec.structs.replace(spec, is_bound=spec.is_bound and index not in unbound)
         for index, spec in enumerate(contract.outputs)
@@ -321,7 +329,7 @@ def _without_binding(contract: Contract, unbound: Collection[int]) -> Contract:
     return msgspec.structs.replace(contract, outputs=outputs)
 
 
-def _choices(manifest: Manifest | None, labels: Labels) -> dict[str, tuple[str, ...]]:
-    """The words of each input with a vocabulary."""
+def _vocabulary_words(manifest: Manifest | None, labels: Labels) -> dict[str, tuple[str, ...]]:
+    """Return the words of each input with a vocabulary, by tensor."""
     entries = manifest.inputs if manifest is not None else ()
     return {entry.tensor: labels[entry.vocabulary] for entry in entries if entry.vocabulary}

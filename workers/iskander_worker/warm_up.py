@@ -1,6 +1,6 @@
-"""Warm-up: runs a model's first batches, generated or recorded with their results.
+"""Warm-up: runs a model's first batches, generated, or recorded with expected results.
 
-Batches have the layout of an arena, so the code for requests runs them.
+Batches have the layout of an arena, so they run like batches of requests.
 
 Runs on: worker main, and the process of a sandboxed load.
 
@@ -26,12 +26,12 @@ from iskander.contract.tensors import TensorSpec, body_layout
 from iskander.errors import ContractError, ExecutionFailed, ManifestError
 from iskander_worker.backends import Run
 from iskander_worker.batches.arrays import read_body
-from iskander_worker.batches.tensors import packed
+from iskander_worker.batches.tensors import pack_booleans
 
 if TYPE_CHECKING:
     from iskander_worker.session import Session
 
-ROWS = 128
+WARM_UP_ROWS = 128
 SAMPLE_BYTES_MAX = 1 << 28
 SAMPLE_ROWS_MAX = 1 << 20
 _BFLOAT16_SHIFT = 16
@@ -43,7 +43,7 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 
-def warm(
+def run_warm_up(
     session: Session, folder: Path, plan: WarmUp, rows_max: int, graph_rows: tuple[int, ...] = ()
 ) -> None:
     """Run the recorded sample, or a generated batch of one row, a larger one, and `graph_rows`.
@@ -55,10 +55,12 @@ def warm(
     if plan.samples:
         _run_sample(session, folder, plan, contract.rows_fixed or rows_max)
         return
-    sizes = {1, min(rows_max, ROWS)} if contract.rows_fixed is None else {contract.rows_fixed}
+    sizes = (
+        {1, min(rows_max, WARM_UP_ROWS)} if contract.rows_fixed is None else {contract.rows_fixed}
+    )
     for rows in sorted(sizes.union(graph_rows)):
         try:
-            compute(session, rows, generate_inputs(contract.inputs, rows, plan))
+            compute_body(session, rows, generate_inputs(contract.inputs, rows, plan))
         except (ContractError, ExecutionFailed) as error:
             if is_out_of_memory(error.message):
                 raise ManifestError(
@@ -68,14 +70,14 @@ def warm(
 
 
 def is_out_of_memory(text: str) -> bool:
-    """Whether an error's text says that memory was lacking."""
+    """Whether the text of an error says that there was too little memory."""
     return _OUT_OF_MEMORY.search(text) is not None
 
 
-def compute(
+def compute_body(
     session: Session, rows: int, arrays: Mapping[str, np.ndarray], run: Run | None = None
 ) -> np.ndarray:
-    """Run one batch of named arrays; return the body of its results."""
+    """Run one batch of named arrays; return the body with its results."""
     inputs = to_body(session.contract.inputs, rows, arrays)
     outputs = np.zeros(body_layout(session.contract.outputs, rows)[1], np.uint8)
     session.bind(rows, inputs.ctypes.data, outputs.ctypes.data).run(run or Run())
@@ -83,15 +85,20 @@ def compute(
 
 
 def sample_results(session: Session, rows_max: int) -> list[bytes]:
-    """Return the result body of each random batch, to compare two sessions; empty if it fails."""
+    """Return the body of each random batch's results, empty for one that fails.
+
+    Equal results show that two sessions compute the same.
+    """
     fixed = session.contract.rows_fixed
     # From 1: an integer division by zero ends the process.
     plan = WarmUp(values="random", low=1, high=2)
     results = []
-    for rows in sorted({1, min(rows_max, 3), min(rows_max, ROWS)}) if fixed is None else [fixed]:
+    for rows in (
+        sorted({1, min(rows_max, 3), min(rows_max, WARM_UP_ROWS)}) if fixed is None else [fixed]
+    ):
         try:
             arrays = generate_inputs(session.contract.inputs, rows, plan)
-            results.append(compute(session, rows, arrays).tobytes())
+            results.append(compute_body(session, rows, arrays).tobytes())
         except (ContractError, ExecutionFailed):
             results.append(b"")
     return results
@@ -138,7 +145,7 @@ def to_body(
         if spec.is_string:
             raw[:] = np.frombuffer(columns[spec.tensor], np.uint8, len(raw))
         elif spec.type.dtype_name == "bool":
-            raw[:] = packed(np.ascontiguousarray(arrays[spec.tensor]))
+            raw[:] = pack_booleans(np.ascontiguousarray(arrays[spec.tensor]))
         else:
             raw.view(spec.type.dtype.numpy)[:] = arrays[spec.tensor].reshape(-1)
     for (start, stop), (name, column) in zip(ranges, columns.items(), strict=True):
@@ -160,10 +167,10 @@ def from_body(specs: tuple[TensorSpec, ...], rows: int, body: np.ndarray) -> dic
 def sample_inputs(
     specs: tuple[TensorSpec, ...], folder: Path, name: str
 ) -> tuple[int, dict[str, np.ndarray]]:
-    """The number of rows of a recorded sample, and its inputs by tensor."""
+    """Return the number of rows of a recorded sample, and its inputs by tensor."""
     samples = read_arrays(folder, name)
     rows = _row_count(samples, name)
-    return rows, {spec.tensor: _input(spec, samples, rows, name) for spec in specs}
+    return rows, {spec.tensor: _sample_tensor(spec, samples, rows, name) for spec in specs}
 
 
 def _run_sample(session: Session, folder: Path, plan: WarmUp, rows_max: int) -> None:
@@ -183,7 +190,7 @@ def _run_sample(session: Session, folder: Path, plan: WarmUp, rows_max: int) -> 
         count = min(rows_max, rows - first)
         part = {name: array[first : first + count] for name, array in inputs.items()}
         try:
-            body = compute(session, count, part)
+            body = compute_body(session, count, part)
         except (ContractError, ExecutionFailed) as error:
             raise ManifestError(f"the sample `{plan.samples}` fails: {error.message}") from None
         found = from_body(contract.outputs, count, body)
@@ -196,7 +203,7 @@ def _run_sample(session: Session, folder: Path, plan: WarmUp, rows_max: int) -> 
 def _require_close(
     name: str, first: int, found: np.ndarray, expected: np.ndarray, plan: WarmUp
 ) -> None:
-    """Compare results with the recorded ones; the error names the first difference."""
+    """Require that results are close to the recorded ones; the error names the first difference."""
     if found.shape != expected.shape:
         raise ManifestError(
             f"output `{name}` of the sample has rows of shape {list(found.shape[1:])}, expected "
@@ -244,7 +251,9 @@ def _row_count(samples: Mapping[str, np.ndarray], name: str) -> int:
     return rows
 
 
-def _input(spec: TensorSpec, samples: Mapping[str, np.ndarray], rows: int, name: str) -> np.ndarray:
+def _sample_tensor(
+    spec: TensorSpec, samples: Mapping[str, np.ndarray], rows: int, name: str
+) -> np.ndarray:
     array = samples.get(spec.tensor)
     if array is None:
         raise ManifestError(f"`{name}` has no array for the input `{spec.tensor}`")
@@ -268,7 +277,7 @@ def _input(spec: TensorSpec, samples: Mapping[str, np.ndarray], rows: int, name:
 
 
 def to_element_type(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
-    """Convert to the element type of a tensor; clip integers."""
+    """Convert an array to the element type of a tensor; clip integers to its range."""
     if is_bfloat16(spec):
         return round_to_bfloat16(array)
     dtype = np.dtype(spec.type.dtype.numpy)
@@ -278,5 +287,5 @@ def to_element_type(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
 
 
 def is_bfloat16(spec: TensorSpec) -> bool:
-    """Whether the elements are bfloat16, which NumPy has not."""
+    """Whether the elements are bfloat16, a type that NumPy lacks."""
     return spec.type.dtype_name == "bfloat16"

@@ -182,5 +182,5 @@ def test_parts_may_use_the_same_memory_again() -> None:
             yield pa.record_batch({"y": pa.array(buffer)})
 
     model = object.__new__(python.PythonModel)
-    merged = model._merged(parts(), ["y"], 4, Run())
+    merged = model._concatenate(parts(), ["y"], 4, Run())
     assert merged["y"].tolist() == [0, 1, 2, 3]

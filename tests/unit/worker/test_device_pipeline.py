@@ -315,7 +315,7 @@ def test_failed_load_leaves_nothing_on_the_device(
     def load() -> LoadFailed:
         attachment: Any = SimpleNamespace(executor=SimpleNamespace(sessions={}))
         loads.put(attachment, model_spec(folder))
-        _, (answer,) = eventually(loads.get, what="end of the load")
+        _, (answer,) = eventually(loads.finish_load, what="end of the load")
         assert isinstance(answer, LoadFailed)
         return answer
 

@@ -33,13 +33,14 @@ BUILT_IN = {
     name: f"iskander_worker.backends.{name}"
     for name in ("onnx", "pipeline", "python", "remote", "torch")
 }
-"""Name to module; its `load` is the backend."""
+"""Module of each backend by name; the function `load` of the module is the backend."""
 
 
-is_one_pool = False
-"""Whether the models of this process that support it share one thread pool; set before loading."""
+has_one_pool = False
+"""Whether models of this process share one thread pool, if their backend can; set before
+loading."""
 gateway_id = ""
-"""Identity of the gateway of this process, for its remote models; set before loading."""
+"""Identity of the gateway that this process serves, for remote models; set before loading."""
 
 Arrays = Mapping[str, np.ndarray]
 """Tensors by name, each `(rows, *shape)`; strings as objects of `str`, bfloat16 as uint16."""
@@ -49,14 +50,14 @@ class Run:
     """One run of a model, which another thread may abort.
 
     Attributes:
-        is_aborted: All its callers are gone. A model should poll it.
+        is_aborted: All callers of the batch are gone. A model should poll this in a long run.
         native: Run options of the runtime; `abort` sets their `terminate`.
         steps: Name and nanoseconds of each pipeline step of the last run.
         deadline_ns: Deadline of the last caller; 0 for none.
-        hops: Gateways that its requests passed before this one, at most.
+        hops: Largest number of gateways that a request of the batch passed before this one.
         cancel: Cancels what the model waits for, from another thread; None if it does not wait.
-        heartbeat: Shows the watchdog that the worker does not hang; for a model that waits.
-        is_trial: The runtime logs no errors: generated values may be invalid.
+        heartbeat: Function that a waiting model calls to show the watchdog that it does not hang.
+        is_trial: The values are generated and may be invalid, so the runtime logs no errors.
     """
 
     __slots__ = (
@@ -86,7 +87,7 @@ def _no_heartbeat() -> None:
 
 
 class Bound(Protocol):
-    """A batch bound to the addresses of its bodies; `own_bytes` is the size of its buffers."""
+    """A batch bound to the addresses of its bodies; `own_bytes` is the size of private buffers."""
 
     own_bytes: int
 
@@ -97,7 +98,7 @@ class Bound(Protocol):
 class Model(Protocol):
     """One loaded model version; `providers` and `threads` are shown to the operator.
 
-    `library`, if it has one, is the name and version of what computes its batches.
+    A model may also have an attribute `library`: the name and version of what computes its batches.
     """
 
     graph: Graph
@@ -105,18 +106,21 @@ class Model(Protocol):
     threads: int
 
     def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
-        """Compute the named outputs of one batch, or raise `ExecutionFailed` with a caller's text.
+        """Compute the named outputs of one batch; raise `ExecutionFailed` with a text for callers.
 
         `arrays` has every input: read-only views, valid during the call.
         """
 
     def close(self) -> None:
-        """Release its resources; it is not used again."""
+        """Release the resources of the model, which is not used again."""
 
 
 @runtime_checkable
 class BindingModel(Model, Protocol):
-    """A model that reads and writes a batch's buffers in place; a binding may be reusable."""
+    """A model that reads and writes a batch's buffers in place.
+
+    If `is_binding_reusable`, the `Bound` of a batch can run later batches at the same addresses.
+    """
 
     is_binding_reusable: bool
 
@@ -130,14 +134,17 @@ class BindingModel(Model, Protocol):
 
 @runtime_checkable
 class RemoteModel(Model, Protocol):
-    """A model on another server. A load sends it no generated batches."""
+    """A model on another server, to which a load sends no generated batches."""
 
     def probe(self, run: Run) -> str:
         """Return why the server is not ready; empty if it is."""
 
 
 def require_manifest(spec: ModelSpec) -> Manifest:
-    """The manifest of a model that needs one, and workers of its own."""
+    """Return the manifest of a model.
+
+    Raise a `ManifestError` unless it has one and its own workers.
+    """
     if not spec.pool:
         name = spec.backend
         raise ManifestError(f"the backend `{name}` needs workers of its own: set workers = 1")
@@ -158,7 +165,7 @@ def load_model(spec: ModelSpec, cores: int) -> Model:
         if name in BUILT_IN:
             load = import_module(BUILT_IN[name]).load
         else:
-            # Reads the metadata of all installed distributions, so only if needed.
+            # Reads the metadata of all installed distributions, so only for other names.
             found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
             if name not in found:
                 known = ", ".join(sorted({*BUILT_IN, *found}))

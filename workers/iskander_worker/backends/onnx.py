@@ -69,38 +69,14 @@ class OnnxModel:
         self.files_sha256 = ""
         self.measurement: Measurement | None = None
         self.threads = spec.threads_intra or cores
-        options = ort.SessionOptions()
-        options.log_severity_level = _LOG_ERRORS_ONLY
-        if backends.is_one_pool:
-            _make_pool(cores)
-            options.use_per_session_threads = False
-        else:
-            options.intra_op_num_threads = self.threads
-            options.inter_op_num_threads = spec.threads_inter or 1
-        options.graph_optimization_level = OPTIMIZATION_LEVELS[spec.optimization_level]
-        options.enable_mem_pattern = spec.has_memory_pattern
-        if spec.is_parallel:
-            options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
-        # Spinning threads use whole cores between batches: 86 % of one at 50 batches a second.
-        entries = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
+        options = _session_options(spec, cores, source)
         file = source.optimised or model_file(Path(spec.path))
-        if source.optimised is not None:
-            options.graph_optimization_level = OPTIMIZATION_LEVELS["disable"]
-        if source.save_to is not None:
-            options.optimized_model_filepath = str(source.save_to)
-            external = "session.optimized_model_external_initializers_"
-            entries[external + "file_name"] = source.save_weights
-            entries[external + "min_size_in_bytes"] = "1024"
-            entries["session.save_external_prepacked_constant_initializers"] = "1"
-        for key, value in entries.items():
-            options.add_session_config_entry(key, value)
-        _register(options, source.libraries)
         self._session, device, stream = _open_on_device(file, options, spec, source)
         self.providers = tuple(self._session.get_providers())
         self.library = f"ONNX Runtime {ort.__version__}"
         self.graph = _graph_of(self._session)
         inputs = self.graph.inputs
-        self._bfloat16 = {each.name for each in inputs if each.element == "tensor(bfloat16)"}
+        self._bfloat16 = {tensor.name for tensor in inputs if tensor.element == "tensor(bfloat16)"}
         self.launcher: OnnxLauncher | None = None
         if device is not None:
             self.launcher = OnnxLauncher(self._session, device, stream, self._graph_rows(spec))
@@ -139,12 +115,12 @@ class OnnxModel:
                 launcher.close()
 
     def _graph_rows(self, spec: ModelSpec) -> tuple[int, ...]:
-        """Numbers of rows to capture as CUDA graphs: those that repeat."""
+        """Return the numbers of rows to capture as CUDA graphs: sizes of batches that repeat."""
         is_cuda = spec.execution_providers[0] == "cuda"
         if not is_cuda or not has_graphs(spec.provider_options.get("cuda", {})):
             return ()
-        fixed = {each.shape[0] for each in self.graph.inputs if each.shape}
-        rows = tuple(sorted(each for each in fixed if isinstance(each, int))) or spec.pad_to
+        fixed = {tensor.shape[0] for tensor in self.graph.inputs if tensor.shape}
+        rows = tuple(sorted(size for size in fixed if isinstance(size, int))) or spec.pad_to
         if not rows:
             self.notices = ("enable_cuda_graph has no effect: the lane has no `pad_to`",)
         return rows
@@ -158,12 +134,41 @@ def read_graph(path: Path, libraries: Iterable[str] = ()) -> Graph:
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    _register(options, libraries)
+    _add_libraries(options, libraries)
     return _graph_of(_open(model_file(path), options, ("cpu",)))
 
 
-def _register(options: ort.SessionOptions, libraries: Iterable[str]) -> None:
-    """Add libraries of operators to a session."""
+def _session_options(spec: ModelSpec, cores: int, source: ModelSource) -> ort.SessionOptions:
+    """Return the options of a session: threads, optimisation, and the target of a saved copy."""
+    options = ort.SessionOptions()
+    options.log_severity_level = _LOG_ERRORS_ONLY
+    if backends.has_one_pool:
+        _configure_pool(cores)
+        options.use_per_session_threads = False
+    else:
+        options.intra_op_num_threads = spec.threads_intra or cores
+        options.inter_op_num_threads = spec.threads_inter or 1
+    level = spec.optimization_level if source.optimised is None else "disable"
+    options.graph_optimization_level = OPTIMIZATION_LEVELS[level]
+    options.enable_mem_pattern = spec.has_memory_pattern
+    if spec.is_parallel:
+        options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    # Spinning threads use whole cores between batches: 86 % of one at 50 batches a second.
+    entries = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
+    if source.save_to is not None:
+        options.optimized_model_filepath = str(source.save_to)
+        external = "session.optimized_model_external_initializers_"
+        entries[external + "file_name"] = source.save_weights
+        entries[external + "min_size_in_bytes"] = "1024"
+        entries["session.save_external_prepacked_constant_initializers"] = "1"
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
+    _add_libraries(options, source.libraries)
+    return options
+
+
+def _add_libraries(options: ort.SessionOptions, libraries: Iterable[str]) -> None:
+    """Add libraries of operators to the options of a session."""
     for library in libraries:
         try:
             options.register_custom_ops_library(library)
@@ -176,19 +181,19 @@ def _register(options: ort.SessionOptions, libraries: Iterable[str]) -> None:
 def _open_on_device(
     file: Path, options: ort.SessionOptions, spec: ModelSpec, source: ModelSource
 ) -> tuple[ort.InferenceSession, Device | None, int]:
-    """Open a session, on a stream of its own if its first provider is that of a device."""
+    """Open a session; on a stream of its own if its first provider computes on a device."""
     providers, provider_options = spec.execution_providers, {**spec.provider_options}
     if providers[0] not in ON_DEVICE:
         return _open(file, options, providers, provider_options), None, 0
     device, stream = _device_and_stream(spec)
     try:
-        for each in ON_DEVICE & set(providers):
+        for provider in ON_DEVICE & set(providers):
             own = {"user_compute_stream": str(stream)}
-            if each == engines.PROVIDER:
+            if provider == engines.PROVIDER:
                 own |= engines.profile_options(spec, read_graph(file, source.libraries))
                 if source.engines is not None:
                     own |= engines.cache_options(source.engines, is_building=source.is_building)
-            provider_options[each] = {**own, **provider_options.get(each, {})}
+            provider_options[provider] = {**own, **provider_options.get(provider, {})}
         return _open(file, options, providers, provider_options), device, stream
     except ManifestError:
         device.destroy_stream(stream)
@@ -196,7 +201,7 @@ def _open_on_device(
 
 
 def _device_and_stream(spec: ModelSpec) -> tuple[Device, int]:
-    """The device of the first provider, and a stream for the session."""
+    """Return the device of the first provider, and a new stream for the session."""
     provider = spec.execution_providers[0]
     number = int(spec.provider_options.get(provider, {}).get("device_id", "0"))
     try:
@@ -208,8 +213,8 @@ def _device_and_stream(spec: ModelSpec) -> tuple[Device, int]:
 
 
 @cache
-def _make_pool(cores: int) -> None:
-    """Configure the pool of this process; the runtime creates it with its first session."""
+def _configure_pool(cores: int) -> None:
+    """Configure the thread pool of this process, which the runtime creates with a first session."""
     ort.set_global_thread_pool_sizes(cores, 1)
 
 
@@ -234,7 +239,9 @@ def _open(
             file,
             options,
             providers=names,
-            provider_options=[dict(provider_options.get(each, {})) for each in providers],
+            provider_options=[
+                dict(provider_options.get(provider_name, {})) for provider_name in providers
+            ],
             enable_fallback=0,
         )
     except Exception as error:

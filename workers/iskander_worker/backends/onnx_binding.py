@@ -13,10 +13,16 @@ import onnxruntime as ort
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ExecutionFailed
 from iskander_worker.backends import Run
-from iskander_worker.batches.tensors import error_text, fits_rows, memory, packed, shape_error
+from iskander_worker.batches.tensors import (
+    error_text,
+    fits_rows,
+    memory_at,
+    pack_booleans,
+    shape_error,
+)
 
 BFLOAT16: Final = 16
-"""ONNX type number."""
+"""ONNX number of the element type bfloat16, which NumPy lacks."""
 
 _LOG_FATAL_ONLY: Final = 4
 
@@ -42,27 +48,35 @@ class Binding:
     ) -> None:
         self._session = session
         self._rows = rows
-        self._io = io = session.io_binding()
+        self._io = session.io_binding()
         self._unpacked: list[tuple[np.ndarray, np.ndarray]] = []
         self._packed: list[tuple[np.ndarray, np.ndarray]] = []
         self._unbound: list[tuple[int, TensorSpec, np.ndarray]] = []
         self._targets: list[np.ndarray] = []
         self.own_bytes = 0
-        offsets, _ = body_layout(contract.inputs, rows)
-        for spec, offset in zip(contract.inputs, offsets, strict=True):
+        self._bind_inputs(contract.inputs, input_address)
+        self._bind_outputs(contract.outputs, output_address)
+
+    def _bind_inputs(self, specs: tuple[TensorSpec, ...], input_address: int) -> None:
+        io, rows = self._io, self._rows
+        offsets, _ = body_layout(specs, rows)
+        for spec, offset in zip(specs, offsets, strict=True):
             address, shape = input_address + offset, (rows, *spec.shape)
             if spec.type.dtype_name == "bool":
                 tensor = np.empty(shape, np.bool_)
-                bits = memory(address, spec.buffer_bytes(rows))
-                _unpack(bits, tensor)  # On a GPU the next call copies the tensor.
+                bits = memory_at(address, spec.buffer_bytes(rows))
+                _unpack_booleans(bits, tensor)  # On a GPU the next call copies the tensor.
                 self._unpacked.append((bits, tensor))
                 self.own_bytes += tensor.nbytes
                 address = tensor.ctypes.data
             io.bind_input(spec.tensor, "cpu", 0, element_of(spec), shape, address)
-        offsets, _ = body_layout(contract.outputs, rows)
-        for position, (spec, offset) in enumerate(zip(contract.outputs, offsets, strict=True)):
+
+    def _bind_outputs(self, specs: tuple[TensorSpec, ...], output_address: int) -> None:
+        io, rows = self._io, self._rows
+        offsets, _ = body_layout(specs, rows)
+        for position, (spec, offset) in enumerate(zip(specs, offsets, strict=True)):
             address, shape = output_address + offset, (rows, *spec.shape)
-            target = memory(address, spec.buffer_bytes(rows))
+            target = memory_at(address, spec.buffer_bytes(rows))
             if not spec.is_bound:
                 io.bind_output(spec.tensor, "cpu")
                 self._unbound.append((position, spec, target))
@@ -86,7 +100,7 @@ class Binding:
     def run(self, run: Run) -> None:
         """Compute the batch, or raise `ExecutionFailed`; an abort ends it between two nodes."""
         for bits, tensor in self._unpacked:
-            _unpack(bits, tensor)
+            _unpack_booleans(bits, tensor)
         for _, spec, _ in self._unbound:
             # For every run, because the runtime keeps the last output bound, with its shape.
             self._io.bind_output(spec.tensor, "cpu")
@@ -95,7 +109,7 @@ class Binding:
         except Exception as error:
             raise ExecutionFailed(error_text(error)) from None
         for tensor, bits in self._packed:
-            bits[:] = packed(tensor)
+            bits[:] = pack_booleans(tensor)
         if self._unbound:
             self._copy_unbound()
 
@@ -106,23 +120,24 @@ class Binding:
             if not fits_rows(value.shape(), self._rows, spec.shape):
                 raise shape_error(spec.tensor, value.shape(), (self._rows, *spec.shape))
             if spec.type.dtype_name == "bool":
-                target[:] = packed(value.numpy())
+                target[:] = pack_booleans(value.numpy())
             else:
-                target[:] = memory(value.data_ptr(), len(target))
+                target[:] = memory_at(value.data_ptr(), len(target))
 
 
-def _unpack(bits: np.ndarray, tensor: np.ndarray) -> None:
+def _unpack_booleans(bits: np.ndarray, tensor: np.ndarray) -> None:
     """Write Arrow bits to a tensor of booleans."""
     flat = tensor.view(np.uint8).reshape(-1)
     flat[:] = np.unpackbits(bits, count=flat.size, bitorder="little")
 
 
 def options_of(run: Run) -> ort.RunOptions:
-    """Create the options of a run, stored in `run.native`.
+    """Create the options of a run, and store them in `run.native`.
 
-    Setting `terminate` on them from another thread aborts the run. The entry excludes the run from
-    graphs of a GPU. The runtime's Python wrapper reads it before every run, and without it raises
-    and catches an exception, which costs as much as a small model.
+    Setting `terminate` on them from another thread aborts the run. The entry `gpu_graph_id`
+    excludes the run from graphs of a GPU. The runtime's Python wrapper reads the entry before every
+    run; if it is missing, the wrapper raises and catches an exception, at the cost of a small
+    model's run.
     """
     options = ort.RunOptions()
     if run.is_trial:
@@ -135,5 +150,5 @@ def options_of(run: Run) -> ort.RunOptions:
 
 
 def element_of(spec: TensorSpec) -> np.dtype[Any] | int:
-    """The element type of a tensor, as the runtime's bindings take it."""
+    """Return the element type of a tensor, as the runtime's bindings accept it."""
     return BFLOAT16 if spec.type.dtype_name == "bfloat16" else np.dtype(spec.type.dtype.numpy)

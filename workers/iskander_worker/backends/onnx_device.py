@@ -32,7 +32,7 @@ def has_graphs(options: Mapping[str, str]) -> bool:
 
 
 class OnnxLauncher:
-    """See `Launcher`."""
+    """Implements `Launcher` for a session of ONNX Runtime."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class OnnxLauncher:
 
 
 class OnnxLaunch:
-    """See `Launch`."""
+    """Implements `Launch`; runs a binding to device memory, or replays its graph."""
 
     def __init__(
         self,
@@ -114,27 +114,27 @@ class OnnxLaunch:
         self._unbound = [(i, spec) for i, spec in enumerate(outputs) if not spec.is_bound]
         self._is_captured = graph_id == NO_GRAPH
         self._graph_id = graph_id
-        self._options = _options(graph_id)
+        self._run_options = _run_options(graph_id)
 
     def run(self, run: Run) -> Sequence[int]:
-        """See `Launch`; an abort ends it between the enqueueing of two nodes."""
+        """Implement `Launch.run`; an abort ends the run between the enqueueing of two nodes."""
         if not self._is_captured:
             self._capture(run)
-        if self._options.terminate:
-            self._options = _options(self._graph_id)
+        if self._run_options.terminate:
+            self._run_options = _run_options(self._graph_id)
         for _, spec in self._unbound:
             # For every run, because the runtime keeps the last output bound, with its shape.
             self._io.bind_output(spec.tensor, "cuda", self._number)
-        self._run(self._options, run)
+        self._run(self._run_options, run)
         if self._unbound:
             self._find_unbound()
         return self._addresses
 
     def _capture(self, run: Run) -> None:
-        """Record the graph, after a run that selects kernels and allocates their memory."""
-        self._run(_options(NO_GRAPH), run)
+        """Record the graph. A run before it selects the kernels and allocates their memory."""
+        self._run(_run_options(NO_GRAPH), run)
         with capture_lock:
-            self._run(_options(self._graph_id), run)
+            self._run(_run_options(self._graph_id), run)
         self._is_captured = True
 
     def _run(self, options: ort.RunOptions, run: Run) -> None:
@@ -149,7 +149,10 @@ class OnnxLaunch:
             run.native = None
 
     def _find_unbound(self) -> None:
-        """Find the outputs that the runtime allocated; they live until the next run."""
+        """Store the addresses of the outputs that the runtime allocated.
+
+        Valid until the next run.
+        """
         outputs = self._io.get_outputs()
         for position, spec in self._unbound:
             value = outputs[position]
@@ -158,7 +161,7 @@ class OnnxLaunch:
             self._addresses[position] = value.data_ptr()
 
 
-def _options(graph_id: int) -> ort.RunOptions:
+def _run_options(graph_id: int) -> ort.RunOptions:
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")

@@ -37,7 +37,7 @@ def load(spec: ModelSpec, cores: int) -> Pipeline:
 
 
 class Pipeline:
-    """Loaded steps: one model for each step of `connected`."""
+    """A model that runs a loaded model for each step of `connected`."""
 
     def __init__(self, models: Sequence[Model], connected: ConnectedSteps) -> None:
         self._models = models
@@ -45,14 +45,18 @@ class Pipeline:
         self.graph = connected.graph
         self.threads = max(model.threads for model in models)
         libraries = (getattr(model, "library", "") for model in models)
-        self.library = " and ".join(dict.fromkeys(each for each in libraries if each))
-        self.providers = tuple(dict.fromkeys(each for model in models for each in model.providers))
+        self.library = " and ".join(dict.fromkeys(library for library in libraries if library))
+        providers = (provider for model in models for provider in model.providers)
+        self.providers = tuple(dict.fromkeys(providers))
 
     def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
-        """Compute a batch step by step, and store the times; an abort raises `Cancelled`."""
+        """Compute a batch step by step, and store the times of the steps.
+
+        `Cancelled` after an abort.
+        """
         tensors = dict(arrays)
         times: list[tuple[str, int]] = []
-        needs = _needed(self._steps, outputs)
+        needs = _needed_tensors(self._steps, outputs)
         for model, step, needed in zip(self._models, self._steps, needs, strict=True):
             if run.is_aborted:
                 raise Cancelled("batch cancelled: its callers are gone")
@@ -95,8 +99,8 @@ def _load_step(step: PipelineStep, spec: ModelSpec, cores: int) -> Model:
         raise ManifestError(f"step `{step.name}`: {error.message}") from None
 
 
-def _needed(steps: Sequence[StepNames], outputs: Iterable[str]) -> list[set[str]]:
-    """For each step, the tensors that later steps or the caller need."""
+def _needed_tensors(steps: Sequence[StepNames], outputs: Iterable[str]) -> list[set[str]]:
+    """Return, for each step, the tensors that later steps or the caller need."""
     needed, found = set(outputs), []
     for step in reversed(steps):
         found.append(set(needed))

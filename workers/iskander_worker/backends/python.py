@@ -2,7 +2,8 @@
 
     class Model:
         def load(self, context): ...
-        def predict(self, batch): return or yield record batches, of as many rows in all
+        def predict(self, batch): return or yield record batches, together of as many rows as
+        `batch`
 
 An exception of the class is reported as the model's failure, with its line. The class runs in
 workers of its own, so a crash harms no other model.
@@ -49,11 +50,14 @@ class Context:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the running batch was cancelled; for a class to poll in a long computation."""
+        """Whether the running batch was cancelled; a class polls it in a long computation."""
         return self._run.is_aborted
 
     def load_safetensors(self, name: str) -> dict[str, np.ndarray]:
-        """Weights of a safetensors file by name, mapped; bfloat16 as its bits, uint16."""
+        """Map the weights of a safetensors file.
+
+        Bfloat16 weights are uint16 arrays of their bits.
+        """
         return load_safetensors(path_inside(self.folder, name))
 
     def load_skops(self, name: str) -> Any:  # noqa: ANN401
@@ -62,7 +66,7 @@ class Context:
 
         path = path_inside(self.folder, name)
         untrusted = io.get_untrusted_types(file=path)
-        rejected = [each for each in untrusted if each not in self._spec.trusted_types]
+        rejected = [kind for kind in untrusted if kind not in self._spec.trusted_types]
         if rejected:
             raise ManifestError(
                 f"`{name}` has untrusted types: {', '.join(sorted(rejected))} (add trusted ones to "
@@ -108,7 +112,7 @@ class PythonModel:
         except IskanderError:
             raise
         except BaseException as error:  # Some libraries raise a bare `BaseException`.
-            raise ManifestError(f"its class cannot be loaded: {self._text(error)}") from None
+            raise ManifestError(f"its class cannot be loaded: {self._error_text(error)}") from None
         finally:
             self._require_parent()
 
@@ -119,11 +123,11 @@ class PythonModel:
         try:
             answer = self._model.predict(to_batch(arrays))
             parts = answer if isinstance(answer, Iterator) else iter((answer,))
-            return self._merged(parts, outputs, rows, run)
+            return self._concatenate(parts, outputs, rows, run)
         except IskanderError:
             raise
         except BaseException as error:
-            raise ExecutionFailed(self._text(error)) from None
+            raise ExecutionFailed(self._error_text(error)) from None
         finally:
             self._require_parent()
 
@@ -132,17 +136,17 @@ class PythonModel:
         if hasattr(self._model, "close"):
             self._model.close()
 
-    def _merged(
+    def _concatenate(
         self, parts: Iterator[object], outputs: Sequence[str], rows: int, run: Run
     ) -> Arrays:
-        """Concatenate the parts; stops reading when they have more rows than the batch."""
+        """Concatenate the parts; stop reading when they have more rows than the batch."""
         read: list[dict[str, np.ndarray]] = []
         count = 0
-        for part in parts:
+        for section in parts:
             if run.is_aborted:
                 raise Cancelled("batch cancelled: its callers are gone")
-            arrays = from_batch(part, outputs)
-            count += len(part)  # type: ignore[arg-type]
+            arrays = from_batch(section, outputs)
+            count += len(section)  # type: ignore[arg-type]
             if count < rows:  # The class may fill the same memory for its next part.
                 arrays = {name: array.copy() for name, array in arrays.items()}
             read.append(arrays)
@@ -153,33 +157,33 @@ class PythonModel:
             raise ExecutionFailed(f"predict returned {count}{more} rows for a batch of {rows}")
         if len(read) == 1:
             return read[0]
-        return {name: np.concatenate([part[name] for part in read]) for name in outputs}
+        return {name: np.concatenate([section[name] for section in read]) for name in outputs}
 
     def _require_parent(self) -> None:
         """Exit in a process that the class has forked: it must not continue as a worker."""
         if os.getpid() != self._pid:
             os._exit(0)
 
-    def _text(self, error: BaseException) -> str:
-        """Type, message, and the innermost line in the model's own files."""
+    def _error_text(self, error: BaseException) -> str:
+        """Return type and message of an error, and the innermost line in the model's own files."""
         try:
             message = str(error)[:MESSAGE_CHARACTERS]
         except BaseException:
             message = "no message"
         frames = traceback.extract_tb(error.__traceback__)
-        own = [each for each in frames if Path(each.filename).is_relative_to(self._folder)]
+        own = [frame for frame in frames if Path(frame.filename).is_relative_to(self._folder)]
         if isinstance(error, SyntaxError):
             message = f"{error.msg} (line {error.lineno})"
         where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
         return f"{type(error).__name__}: {message}{where}"
 
 
-def _class_of(folder: Path, part: PythonSection) -> Any:  # noqa: ANN401
-    path = path_inside(folder, part.file, is_folder_allowed=True)
+def _class_of(folder: Path, section: PythonSection) -> Any:  # noqa: ANN401
+    path = path_inside(folder, section.file, is_folder_allowed=True)
     module = _import(path / "__init__.py" if path.is_dir() else path)
-    if not hasattr(module, part.class_name):
-        raise ManifestError(f"no class `{part.class_name}` in `{part.file}`")
-    return getattr(module, part.class_name)
+    if not hasattr(module, section.class_name):
+        raise ManifestError(f"no class `{section.class_name}` in `{section.file}`")
+    return getattr(module, section.class_name)
 
 
 def _import(path: Path) -> ModuleType:

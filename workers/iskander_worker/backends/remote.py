@@ -40,12 +40,12 @@ from iskander_worker.remote.statuses import answer_error
 
 HOPS: Final = "iskander-hops"
 """Header with the number of gateways that a call has passed."""
-CHECK_FACTOR: Final = 2
-"""Timeout of a check in multiples of `connect_s`: an attempt to connect ends before."""
+CHECK_TIMEOUT_FACTOR: Final = 2
+"""Timeout of a check in multiples of `connect_s`, so that an attempt to connect ends before it."""
 
 
 def load(spec: ModelSpec, cores: int) -> RemoteModel:
-    """Connect to the server and compare the tensors, or raise an `IskanderError`."""
+    """Connect to the server and compare its tensors; raise an `IskanderError` on failure."""
     manifest = require_manifest(spec)
     if manifest.remote is None:
         raise ManifestError("manifest.toml has no table [remote]")
@@ -99,7 +99,10 @@ class RemoteModel:
             raise answer_error(str(error), target) from None
 
     def probe(self, run: Run) -> str:
-        """Return why the server is not ready; empty if it is, or if calls will name the reason."""
+        """Return why the server is not ready.
+
+        Empty if it is ready, or if calls report the reason.
+        """
         try:
             self._require_ready(run)
         except IskanderError as error:
@@ -112,11 +115,11 @@ class RemoteModel:
         self._servers.close()
 
     def _require_ready(self, run: Run) -> None:
-        """Raise an error unless the server is ready; applications need not implement readiness."""
+        """Raise an error unless the server is ready, or lacks the check, as in Ray Serve."""
         section, kind = self._section, oip_pb2.ModelReadyRequest
         request = kind(name=section.model, version=section.version).SerializeToString()
         try:
-            raw, target = _check(self._servers, section, "ModelReady", request, run)
+            raw, target = _call_with_origin(self._servers, section, "ModelReady", request, run)
         except RemoteFailed:
             return
         try:
@@ -127,7 +130,10 @@ class RemoteModel:
             raise RemoteNotReady(f"{target} is not ready")
 
     def _compared_graph(self, spec: ModelSpec, manifest: Manifest) -> Graph:
-        """The graph of the server's metadata, with which the manifest makes a contract."""
+        """Return the graph of the server's metadata, or of the manifest if the server has none.
+
+        Raises a `ManifestError` if the manifest makes no contract with the graph.
+        """
         try:
             graph, target = _graph_of_server(self._servers, self._section, self.graph)
         except RemoteFailed as error:
@@ -145,19 +151,19 @@ class RemoteModel:
 def _graph_of_server(
     servers: RemoteServers, section: RemoteSection, declared: Graph
 ) -> tuple[Graph, str]:
-    """The tensors of the server's metadata, and the target's name in errors."""
+    """Return the tensors of the server's metadata, and the name of the server in errors."""
     kind = oip_pb2.ModelMetadataRequest
     request = kind(name=section.model, version=section.version).SerializeToString()
-    raw, target = _check(servers, section, "ModelMetadata", request, Run())
+    raw, target = _call_with_origin(servers, section, "ModelMetadata", request, Run())
     try:
         return graph_of(parse(oip_pb2.ModelMetadataResponse, raw), declared), target
     except ValueError as error:
         raise answer_error(str(error), target) from None
 
 
-def _check(
+def _call_with_origin(
     servers: RemoteServers, section: RemoteSection, method: str, request: bytes, run: Run
 ) -> tuple[bytes, str]:
     headers = ((ORIGIN, backends.gateway_id),)
-    timeout_s = CHECK_FACTOR * section.connect_s
+    timeout_s = CHECK_TIMEOUT_FACTOR * section.connect_s
     return servers.call(method, request, run, headers=headers, timeout_s=timeout_s)

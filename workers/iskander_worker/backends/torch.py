@@ -42,7 +42,7 @@ ELEMENTS = {
 """ONNX names of the element types, as used in `Graph`."""
 BFLOAT16 = ELEMENTS[torch.bfloat16]
 
-# Inputs are read-only, and nothing here writes them.
+# Arrays of inputs are read-only, and nothing here writes them.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 warnings.filterwarnings("ignore", message=r"`torch.jit.load` is deprecated")
 
@@ -86,7 +86,7 @@ class TorchModel:
             raise ManifestError(f"`{section.file}` cannot be loaded: {error_text(error)}") from None
         if section.weights:
             self._load_weights(path_inside(folder, section.weights))
-        self._bfloat16 = {each.name for each in self.graph.inputs if each.element == BFLOAT16}
+        self._bfloat16 = {tensor.name for tensor in self.graph.inputs if tensor.element == BFLOAT16}
         self.launcher: TorchLauncher | None = None
         if self._device == "cuda":
             self.launcher = TorchLauncher(self._named_results, self._arguments)
@@ -94,7 +94,7 @@ class TorchModel:
     def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
         """Compute one batch, or raise `ExecutionFailed`."""
         try:
-            inputs = [self._input(name, arrays[name]) for name in self._arguments]
+            inputs = [self._to_device(name, arrays[name]) for name in self._arguments]
             named = self._named_results(inputs)
             return {name: _to_numpy(named[name]) for name in outputs}
         except RuntimeError as error:  # Of a copy: no memory, or a tensor without an array.
@@ -125,14 +125,14 @@ class TorchModel:
             if self._device != "cpu":
                 from torch.export.passes import move_to_device_pass
 
-                # Else tensors that the program itself creates stay where it was exported.
+                # Without this, tensors that the program creates stay on the device of its export.
                 program = move_to_device_pass(program, self._device)
             self._module: Any = program.module().to(self._device)
             graph = _graph_of(program, self._outputs)
-            return self._module, [each.name for each in graph.inputs], graph
+            return self._module, [tensor.name for tensor in graph.inputs], graph
         jit: Any = torch.jit
         self._module = jit.load(path, map_location=self._device).eval()
-        arguments = [each.name for each in self._module.forward.schema.arguments[1:]]
+        arguments = [argument.name for argument in self._module.forward.schema.arguments[1:]]
         graph = declared_graph(manifest)
         declared = [each.name for each in graph.inputs]
         if sorted(arguments) != sorted(declared):
@@ -154,28 +154,28 @@ class TorchModel:
             text = " ".join(str(error).split())[:500]
             raise ManifestError(f"`{path.name}` lacks weights of the program: {text}") from None
 
-    def _input(self, name: str, array: np.ndarray) -> torch.Tensor:
+    def _to_device(self, name: str, array: np.ndarray) -> torch.Tensor:
         return _to_torch(array, is_bfloat16=name in self._bfloat16).to(self._device)
 
     def _by_name(self, results: Any) -> Mapping[str, torch.Tensor]:  # noqa: ANN401
-        """Return results by the program's names, or assign the manifest's in order."""
+        """Return results by name: the names of the program, or else of the manifest, in order."""
         if not isinstance(results, Mapping):
-            several = results if isinstance(results, tuple | list) else (results,)
-            if len(several) != len(self._outputs):
+            listed = results if isinstance(results, tuple | list) else (results,)
+            if len(listed) != len(self._outputs):
                 raise ExecutionFailed(
-                    f"the program returned {len(several)} results, and the manifest names "
+                    f"the program returned {len(listed)} results, and the manifest names "
                     f"{len(self._outputs)}"
                 )
-            results = dict(zip(self._outputs, several, strict=True))
+            results = dict(zip(self._outputs, listed, strict=True))
         named = {name: results.get(name) for name in self._outputs}
-        missing = [name for name, each in named.items() if not isinstance(each, torch.Tensor)]
+        missing = [name for name, result in named.items() if not isinstance(result, torch.Tensor)]
         if missing:
             raise ExecutionFailed(f"the program returned no tensor `{missing[0]}`")
         return named
 
 
 def _graph_of(program: torch.export.ExportedProgram, outputs: Sequence[str]) -> Graph:
-    """Return the tensors of a program, from its traced values."""
+    """Return the tensors that a program declares, from its traced values."""
     signature = program.graph_signature
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     nodes = signature.user_outputs
@@ -237,19 +237,22 @@ def _select_device(providers: tuple[str, ...]) -> str:
 
 @contextmanager
 def _reject_pickle(*, is_trusted: bool) -> Iterator[None]:
-    """Unless trusted, reject class lookups of pickles; the audit hook cannot be evaded."""
-    _guard["is_on"] = not is_trusted
+    """Reject class lookups of pickles during the block, unless the model is trusted.
+
+    The lookup raises an audit event, which a pickle cannot avoid.
+    """
+    _pickle_guard["is_on"] = not is_trusted
     try:
         yield
     finally:
-        _guard["is_on"] = False
+        _pickle_guard["is_on"] = False
 
 
-_guard = {"is_on": False}
+_pickle_guard = {"is_on": False}
 
 
 def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "pickle.find_class" and _guard["is_on"]:
+    if event == "pickle.find_class" and _pickle_guard["is_on"]:
         raise ManifestError(
             f"it contains a pickle that imports {'.'.join(map(str, arguments[-2:]))}, which runs "
             "code when it is read: allow it with trust_pickle = true of the model"

@@ -24,7 +24,7 @@ from iskander_worker.devices.budgets import Budgets
 from iskander_worker.devices.cuda import Device, DriverError, open_device
 
 Call = Callable[[Sequence[torch.Tensor]], Mapping[str, torch.Tensor]]
-"""Inputs in the program's order to results by name; raises `ExecutionFailed`."""
+"""Function from inputs in the program's order to results by name; raises `ExecutionFailed`."""
 
 _TYPES = {
     "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64,
@@ -35,13 +35,13 @@ _TYPES = {
 
 @functools.cache
 def allocator_budgets() -> Budgets:
-    """Budgets of this process's programs, as the limit of PyTorch's allocator."""
+    """Return the budgets of this process's programs, which limit PyTorch's allocator."""
     total_bytes: int = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return Budgets(total_bytes, torch.cuda.set_per_process_memory_fraction)
 
 
 class TorchLauncher:
-    """See `Launcher`; it captures no graphs."""
+    """Implements `Launcher` for a PyTorch program; captures no graphs."""
 
     graph_rows: tuple[int, ...] = ()
 
@@ -65,7 +65,7 @@ class TorchLauncher:
         *,
         is_captured: bool,
     ) -> TorchLaunch:
-        """See `Launcher`; results are not written to the output address."""
+        """Implement `Launcher.prepare`; results are not written to the output address."""
         offsets, _ = body_layout(contract.inputs, rows)
         try:
             by_name = {
@@ -83,7 +83,7 @@ class TorchLauncher:
 
 
 class TorchLaunch:
-    """See `Launch`."""
+    """Implements `Launch`; calls the program with tensors in device memory."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class TorchLaunch:
         with torch.cuda.stream(self._stream):
             named = self._call(self._inputs)
             try:
-                self._results += [self._checked(spec, named) for spec in self._outputs]
+                self._results += [self._declared_output(spec, named) for spec in self._outputs]
             except RuntimeError as error:  # Such as no memory for a copy of a result.
                 raise ExecutionFailed(error_text(error)) from None
         return [tensor.data_ptr() for tensor in self._results]
 
-    def _checked(self, spec: TensorSpec, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _declared_output(self, spec: TensorSpec, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
         tensor = named.get(spec.tensor)
         if tensor is None:
             raise ExecutionFailed(f"output `{spec.tensor}` is missing")
@@ -142,7 +142,10 @@ class _Memory:
 
 
 def _tensor_at(address: int, shape: tuple[int, ...], spec: TensorSpec) -> torch.Tensor:
-    """A tensor over device memory; the interface has no bfloat16, which has the size of int16."""
+    """Return a tensor over device memory.
+
+    The CUDA array interface has no bfloat16, so such memory is imported as int16.
+    """
     name = spec.type.dtype_name
     kind = _TYPES.get(name)
     if kind is None:

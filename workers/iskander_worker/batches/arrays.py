@@ -28,7 +28,7 @@ from iskander.contract.tensors import TensorSpec
 from iskander.errors import ExecutionFailed
 from iskander.interprocess.control.messages import Slice
 from iskander_worker.backends import Arrays, Run
-from iskander_worker.batches.tensors import fits_rows, memory, packed, shape_error
+from iskander_worker.batches.tensors import fits_rows, memory_at, pack_booleans, shape_error
 
 if TYPE_CHECKING:
     from iskander_worker.session import Session
@@ -43,7 +43,7 @@ the run; an assertion does not."""
 
 @dataclass(slots=True)
 class ArrayBatch:
-    """One batch of arrays, read from the body at one address and written to that at another.
+    """One batch of arrays: read from the body at one address, computed, written to another body.
 
     The caller has checked that the input body is inside its arena.
     """
@@ -69,26 +69,26 @@ class ArrayBatch:
     def _read(self) -> dict[str, np.ndarray]:
         rows, specs = self.rows, self.inputs.specs
         offsets, length = self.inputs.layout(rows)
-        lengths = string_lengths(specs, rows, memory(self.input_address, length).data, offsets)
+        lengths = string_lengths(specs, rows, memory_at(self.input_address, length).data, offsets)
         ranges, end = string_ranges(specs, rows, lengths, offsets)
-        body = memory(self.input_address, end)
+        body = memory_at(self.input_address, end)
         body.flags.writeable = False
         return read_body(specs, rows, offsets, ranges, body, bytes.decode)
 
     def _write(self, arrays: Arrays) -> None:
         specs = self.outputs.specs
         offsets, length = self.outputs.layout(self.rows)
-        body = memory(self.output_address, length)
+        body = memory_at(self.output_address, length)
         columns = []
         for spec, offset in zip(specs, offsets, strict=True):
-            tensor = self._checked(spec, arrays)
+            tensor = self._declared_output(spec, arrays)
             target = body[offset : offset + spec.buffer_bytes(self.rows)]
             if spec.is_string:
                 column = np.frombuffer(_string_column(spec, tensor), np.uint8)
                 columns.append(column[len(target) :])
                 target[:] = column[: len(target)]
             elif spec.type.dtype_name == "bool":
-                target[:] = packed(np.ascontiguousarray(tensor))
+                target[:] = pack_booleans(np.ascontiguousarray(tensor))
             else:
                 target.view(tensor.dtype).reshape(tensor.shape)[...] = tensor
         lengths = [len(column) for column in columns]
@@ -96,7 +96,8 @@ class ArrayBatch:
         for (start, stop), column in zip(ranges, columns, strict=True):
             body[start:stop] = column
 
-    def _checked(self, spec: TensorSpec, arrays: Arrays) -> np.ndarray:
+    def _declared_output(self, spec: TensorSpec, arrays: Arrays) -> np.ndarray:
+        """Return an output, or raise `ExecutionFailed` if it differs from its declaration."""
         tensor = arrays.get(spec.tensor)
         if tensor is None:
             raise ExecutionFailed(f"output `{spec.tensor}` is missing")
@@ -117,6 +118,7 @@ class ArrayStage:
     """Gathers a batch of any number of requests and rows, and scatters its results."""
 
     rows = 1 << 62
+    """A stage has a maximum of rows; this one allocates memory for every batch, so it has none."""
 
     def __init__(self, session: Session) -> None:
         self._inputs = session.inputs
@@ -125,15 +127,15 @@ class ArrayStage:
         self.input_address = self.output_address = 0
 
     def gather(self, source: memoryview, slices: tuple[Slice, ...], rows: int) -> None:
-        """Concatenate the rows of the slices, padded to `rows` with the last one."""
+        """Concatenate the rows of the slices; repeat the last row up to `rows` rows."""
         parts = [
-            (each.rows, Rows(source[each.input_offset :], each.request_rows, each.first))
-            for each in slices
+            (part.rows, Rows(source[part.input_offset :], part.request_rows, part.first))
+            for part in slices
         ]
         count, end = parts[-1]
         last = Rows(end.body, end.layout_rows, end.first + count - 1)
-        missing = rows - sum(each.rows for each in slices)
-        self._input = np.asarray(_result(self._inputs.join(parts + missing * [(1, last)])))
+        missing = rows - sum(part.rows for part in slices)
+        self._input = np.asarray(_run_to_end(self._inputs.join(parts + missing * [(1, last)])))
         self._output = np.zeros(self._outputs.layout(rows)[1], np.uint8)
         self.input_address = self._input.ctypes.data
         self.output_address = self._output.ctypes.data
@@ -141,11 +143,11 @@ class ArrayStage:
     def scatter(self, target: memoryview, slices: tuple[Slice, ...], rows: int) -> None:
         """Copy the results of each slice to its output offset."""
         at = 0
-        for each in slices:
-            part = (each.rows, Rows(self._output.data, rows, at))
-            body = _result(self._outputs.join([part]))
-            target[each.output_offset : each.output_offset + len(body)] = body
-            at += each.rows
+        for part in slices:
+            results = (part.rows, Rows(self._output.data, rows, at))
+            body = _run_to_end(self._outputs.join([results]))
+            target[part.output_offset : part.output_offset + len(body)] = body
+            at += part.rows
 
 
 def read_body(
@@ -156,7 +158,10 @@ def read_body(
     body: np.ndarray,
     decode: Callable[[bytes], object],
 ) -> dict[str, np.ndarray]:
-    """The arrays of a body by name: views, except for booleans and strings (by `decode`)."""
+    """Return the arrays of a body by name: views, except for booleans and strings.
+
+    `decode` converts the bytes of a string.
+    """
     strings = iter(ranges)
     arrays: dict[str, np.ndarray] = {}
     for spec, offset in zip(specs, offsets, strict=True):
@@ -176,6 +181,7 @@ def read_body(
 
 
 def _string_column(spec: TensorSpec, tensor: np.ndarray) -> bytes:
+    """Encode an output of strings, or raise `ExecutionFailed` if one is too long."""
     strings = [text.encode() for text in tensor.reshape(-1)]
     longest = max(map(len, strings), default=0)
     if longest > spec.string_bytes:
@@ -186,7 +192,7 @@ def _string_column(spec: TensorSpec, tensor: np.ndarray) -> bytes:
     return strings_to_body(strings)
 
 
-def _result(steps: Generator[None, None, memoryview]) -> memoryview:
+def _run_to_end(steps: Generator[None, None, memoryview]) -> memoryview:
     """Run a generator without its pauses; return its result."""
     while True:
         try:

@@ -29,7 +29,7 @@ from iskander_worker.executor import Executor
 from iskander_worker.warm_up import is_out_of_memory
 
 SHARE: Final = 20
-"""Searches may use one part in so many of a worker's time."""
+"""Searches use at most one part in `SHARE` of a worker's time."""
 SAVED_NS: Final = 100 * NS_PER_MS
 """Limit of the unused time that is saved for later searches."""
 TEXT_BYTES_MAX: Final = 65_536
@@ -45,9 +45,9 @@ class Finding(NamedTuple):
     """What a search found.
 
     Attributes:
-        is_input: The values of the row are the cause, because the model runs with other rows.
+        is_input: The values of the row are the cause, because the model has run other rows.
         row: First row of the request that fails alone; None if none was found.
-        column: Column of the values; empty if it is unknown.
+        column: Column of the values that are the cause; empty if it is unknown.
     """
 
     is_input: bool = False
@@ -59,24 +59,29 @@ class FailingRows:
     """Searches of one worker, and the time that is left for them.
 
     Attributes:
-        ran: Keys of the models of which a batch has succeeded.
+        ran: Keys of the models that have run a batch with success.
     """
 
     def __init__(self) -> None:
         self.ran: set[int] = set()
-        self._left_ns = SAVED_NS
-        self._at_ns = now_ns()
+        self._unused_ns = SAVED_NS
+        self._last_search_ns = now_ns()
 
     def find(self, executor: Executor, message: Execute, run: Run, error: IskanderError) -> Finding:
-        """Search the failing row; empty if a value cannot be the cause, or no time is left."""
+        """Search the row with which a batch fails.
+
+        The finding is empty if a value cannot be the cause, or no time is left for the search.
+        """
         if type(error) is not ExecutionFailed or error.is_shape or is_out_of_memory(error.message):
             return Finding()
         session = executor.sessions.get(message.model)
         if session is None or session.relation.is_whole or len(message.slices) != 1:
             return Finding()
         began_ns = now_ns()
-        self._left_ns = min(self._left_ns + (began_ns - self._at_ns) // SHARE, SAVED_NS)
-        limit_ns = began_ns + self._left_ns
+        self._unused_ns = min(
+            self._unused_ns + (began_ns - self._last_search_ns) // SHARE, SAVED_NS
+        )
+        limit_ns = began_ns + self._unused_ns
         part = message.slices[0]
 
         def fails(first: int, rows: int) -> bool | None:
@@ -97,8 +102,8 @@ class FailingRows:
 
         found, has_others = first_failing(part.rows, fails)
         ended_ns = now_ns()
-        self._left_ns -= ended_ns - began_ns
-        self._at_ns = ended_ns
+        self._unused_ns -= ended_ns - began_ns
+        self._last_search_ns = ended_ns
         if found is None:
             return Finding()
         specs = session.bucket(message.bucket).inputs.specs
@@ -114,7 +119,7 @@ def first_failing(rows: int, fails: Callable[[int, int], bool | None]) -> tuple[
     The caller knows that all rows together fail. `fails(first, count)` runs some of them; None ends
     the search.
     """
-    # `is_proven`: the only row that is left is known to fail alone.
+    # `is_proven`: one row is left, and it has failed alone.
     first, has_others, is_proven = 0, False, rows == 1
     while rows > 1:
         half = rows // 2
@@ -134,10 +139,10 @@ def first_failing(rows: int, fails: Callable[[int, int], bool | None]) -> tuple[
 def column_of(
     specs: tuple[TensorSpec, ...], body: memoryview, rows: int, row: int, text: str
 ) -> str:
-    """Return the column of the values that are the cause; empty if it can be one of several.
+    """Return the column whose values are the cause; empty if several columns can be.
 
-    It is the only input column. If the error is that of a string that is no number, it is the only
-    column of strings, or the only one with such a string in this row.
+    A single input column is the cause. If the error is about a string that is no number, the cause
+    is the only column of strings, or the only column with such a string in this row.
     """
     if len(specs) == 1:
         return specs[0].column

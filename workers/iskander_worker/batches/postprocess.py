@@ -34,11 +34,11 @@ class PostProcessor:
         labels = [np.array(finish.labels, np.object_) for finish in finishes]
         # Tensors with equal sources share the result of the steps.
         numbers: dict[Source, int] = {}
-        shared = [numbers.setdefault(source, len(numbers)) for source in sources]
-        self._finishes = list(zip(finishes, labels, shared, strict=True))
+        source_numbers = [numbers.setdefault(source, len(numbers)) for source in sources]
+        self._finishes = list(zip(finishes, labels, source_numbers, strict=True))
 
     def around(self, compute: Compute) -> Compute:
-        """Wrap `compute`, which returns the graph's outputs, to return the results."""
+        """Return a `compute` that returns results, from one that returns the graph's outputs."""
 
         def with_steps(arrays: Arrays, names: Sequence[str], run: Run) -> Arrays:
             rows = len(next(iter(arrays.values())))
@@ -47,21 +47,26 @@ class PostProcessor:
         return with_steps
 
     def finish(self, fetched: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
-        """Compute the results by name from outputs: arrays, or lists of arrays or of dicts."""
+        """Compute the results by name. An output is an array, or a list of arrays or of dicts."""
         computed: list[tuple[np.ndarray, np.ndarray | None]] = []
         results = {}
         with np.errstate(all="ignore"):
-            for finish, labels, number in self._finishes:
-                if number == len(computed):
+            for finish, labels, source_number in self._finishes:
+                if source_number == len(computed):
                     computed.append(_run_steps(fetched, finish, rows))
-                results[finish.spec.tensor] = _part(*computed[number], finish, labels)
+                results[finish.spec.tensor] = _select_result(
+                    *computed[source_number], finish, labels
+                )
         return results
 
 
 def _run_steps(
     fetched: Mapping[str, Any], finish: PostProcessing, rows: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The tensor after all steps, and indices of `top_k` or lengths of lists beside it."""
+    """Run all steps on an output of the graph.
+
+    Returns the tensor, and the indices of `top_k` or the lengths of lists; None without them.
+    """
     source, value = finish.source, fetched.get(finish.source.tensor)
     lengths = None
     if source.is_ragged:
@@ -87,16 +92,16 @@ def _run_steps(
 
 
 def _padded_lists(value: Any, source: Source, rows: int) -> tuple[Any, np.ndarray]:  # noqa: ANN401
-    """A sequence of tensors of different lengths, padded by zeros or empty strings; the lengths."""
+    """Pad tensors of different lengths with zeros or empty strings; return them and the lengths."""
     if not isinstance(value, list):
         width = value.shape[1] if getattr(value, "ndim", 0) > 1 else 0
         return value, np.full(rows, width)
-    if any(np.ndim(each) == 0 for each in value):
+    if any(np.ndim(entry) == 0 for entry in value):
         raise ExecutionFailed(
             f"output `{source.tensor}` is a sequence with an entry that has no axis for a list"
         )
-    lengths = np.array([len(each) for each in value])
-    shapes = {each.shape[1:] for each in value}
+    lengths = np.array([len(entry) for entry in value])
+    shapes = {entry.shape[1:] for entry in value}
     if len(value) != rows or len(shapes) > 1:
         raise ExecutionFailed(
             f"output `{source.tensor}` is a sequence of {len(value)} for {rows} rows, with entries "
@@ -104,8 +109,8 @@ def _padded_lists(value: Any, source: Source, rows: int) -> tuple[Any, np.ndarra
         )
     blank = "" if value[0].dtype == np.object_ else 0
     padded = np.full((rows, lengths.max(), *shapes.pop()), blank, value[0].dtype)
-    for row, each in zip(padded, value, strict=True):
-        row[: len(each)] = each
+    for row, entry in zip(padded, value, strict=True):
+        row[: len(entry)] = entry
     return padded, lengths
 
 
@@ -117,12 +122,12 @@ def _blanked(tensor: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _as_tensor(value: Any, source: Source, expected: StepOutput, rows: int) -> np.ndarray:  # noqa: ANN401
-    """An output of the graph as one array: maps by their keys, sequences stacked."""
+    """Return an output of the graph as one array; maps become columns, sequences are stacked."""
     if value is None:
         raise ExecutionFailed(f"output `{source.tensor}` is missing")
     try:
         if source.keys:
-            rows_of_maps = [[each[key] for key in source.keys] for each in value]
+            rows_of_maps = [[entry[key] for key in source.keys] for entry in value]
             value = np.array(rows_of_maps, BY_ARROW[expected.dtype_name].numpy)
         elif isinstance(value, list):
             value = np.stack(value, axis=1 if source.sequence == "columns" else 0)
@@ -135,8 +140,10 @@ def _as_tensor(value: Any, source: Source, expected: StepOutput, rows: int) -> n
             f"output `{source.tensor}` is a sequence of no tensors, or of different shapes"
         ) from None
     found, sizes = value.shape, expected.shape[1:]
-    is_right = len(found) == 1 + len(sizes) and found[0] == rows
-    if not is_right or any(a not in (None, b) for a, b in zip(sizes, found[1:], strict=True)):
+    has_rank_and_rows = len(found) == 1 + len(sizes) and found[0] == rows
+    if not has_rank_and_rows or any(
+        a not in (None, b) for a, b in zip(sizes, found[1:], strict=True)
+    ):
         known = [size for size in sizes if size is not None]
         if len(known) == len(sizes) and fits_rows(found, rows, known):
             return np.reshape(value, (rows, *known))
@@ -147,7 +154,7 @@ def _as_tensor(value: Any, source: Source, expected: StepOutput, rows: int) -> n
 
 
 def after_steps(tensor: np.ndarray, source: Source) -> tuple[np.ndarray, np.ndarray | None]:
-    """Apply the steps of a source; the second value is the indices of `top_k`."""
+    """Apply the steps of a source; return the tensor, and the indices of `top_k` or None."""
     indices = None
     for step in source.post:
         if isinstance(step, str):
@@ -162,7 +169,7 @@ def after_steps(tensor: np.ndarray, source: Source) -> tuple[np.ndarray, np.ndar
             _require_width(tensor, source, step.select + 1, step)
             tensor = tensor[..., step.select]
         elif step.threshold is not None:
-            tensor = _wide(tensor) >= step.threshold
+            tensor = _without_float16(tensor) >= step.threshold
         elif step.quantize is not None:
             tensor = quantize(tensor, step.quantize)
         else:
@@ -173,7 +180,7 @@ def after_steps(tensor: np.ndarray, source: Source) -> tuple[np.ndarray, np.ndar
 
 def softmax(tensor: np.ndarray) -> np.ndarray:
     """Softmax of the last axis; a row with a NaN becomes NaN."""
-    wide = _wide(tensor)
+    wide = _without_float16(tensor)
     raised = np.exp(wide - wide.max(axis=-1, keepdims=True))
     result: np.ndarray = raised / raised.sum(axis=-1, keepdims=True)
     return result.astype(tensor.dtype)
@@ -181,7 +188,7 @@ def softmax(tensor: np.ndarray) -> np.ndarray:
 
 def sigmoid(tensor: np.ndarray) -> np.ndarray:
     """Sigmoid of each number, without overflow."""
-    wide = _wide(tensor)
+    wide = _without_float16(tensor)
     shrunk = np.exp(-np.abs(wide))
     result: np.ndarray = np.where(wide < 0, shrunk, 1) / (1 + shrunk)
     return result.astype(tensor.dtype)
@@ -189,7 +196,7 @@ def sigmoid(tensor: np.ndarray) -> np.ndarray:
 
 def l2(tensor: np.ndarray) -> np.ndarray:
     """Scale the last axis to length 1; zeros stay zeros."""
-    wide = _wide(tensor)
+    wide = _without_float16(tensor)
     # Divided by the largest number first, because squares of large floats overflow.
     largest = np.abs(wide).max(axis=-1, keepdims=True)
     scaled = wide / np.where(largest == 0, 1, largest)
@@ -238,10 +245,10 @@ _STEPS: dict[Post, Callable[[np.ndarray], np.ndarray]] = {
 }  # fmt: skip
 
 
-def _part(
+def _select_result(
     tensor: np.ndarray, indices: np.ndarray | None, finish: PostProcessing, labels: np.ndarray
 ) -> np.ndarray:
-    """One result: the tensor, its indices or lengths, or labels by number."""
+    """Return the result that `finish` names: the tensor, its indices or lengths, or labels."""
     if finish.part in ("index", "label", LENGTH):
         assert indices is not None
         tensor = indices.astype(np.int32) if finish.part == LENGTH else indices
@@ -263,7 +270,7 @@ def _part(
     return np.concatenate([tensor, padding], axis=1)
 
 
-def _wide(tensor: np.ndarray) -> np.ndarray:
+def _without_float16(tensor: np.ndarray) -> np.ndarray:
     return tensor.astype(np.float32) if tensor.dtype == np.float16 else tensor
 
 

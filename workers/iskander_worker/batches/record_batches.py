@@ -21,12 +21,15 @@ from iskander_worker.backends import Arrays
 
 
 def to_batch(arrays: Arrays) -> pa.RecordBatch:
-    """Make a column of each array, under its name."""
-    return pa.record_batch({name: _column(array) for name, array in arrays.items()})
+    """Return a record batch with a column for each array, under its name."""
+    return pa.record_batch({name: _to_column(array) for name, array in arrays.items()})
 
 
 def from_batch(batch: object, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """The arrays of some columns; raises `ExecutionFailed` if one is missing or no tensor."""
+    """Return the arrays of the named columns.
+
+    Raises `ExecutionFailed` if a column is missing, or its type is no tensor.
+    """
     if not isinstance(batch, pa.RecordBatch):
         raise ExecutionFailed(
             f"predict returned a {type(batch).__name__}, expected a pyarrow.RecordBatch"
@@ -37,10 +40,10 @@ def from_batch(batch: object, names: Sequence[str]) -> dict[str, np.ndarray]:
         raise ExecutionFailed(
             f"predict returned the columns {', '.join(found)[:300]}, expected {missing[0]} once"
         )
-    return {name: _array(name, batch.column(name)) for name in names}
+    return {name: _to_array(name, batch.column(name)) for name in names}
 
 
-def _column(array: np.ndarray) -> pa.Array:
+def _to_column(array: np.ndarray) -> pa.Array:
     if array.dtype == object:
         column = pa.array(array.reshape(-1), pa.utf8())
     elif array.dtype == np.bool_:
@@ -54,7 +57,7 @@ def _column(array: np.ndarray) -> pa.Array:
     return column
 
 
-def _array(name: str, column: pa.Array) -> np.ndarray:
+def _to_array(name: str, column: pa.Array) -> np.ndarray:
     shape, axes = [len(column)], [0]
     if isinstance(column, pa.FixedShapeTensorArray):
         shape += column.type.shape

@@ -12,12 +12,15 @@ from iskander.interprocess.control.messages import Slice
 def gather(
     copier: RowCopier, source: memoryview, slices: tuple[Slice, ...], body: memoryview, rows: int
 ) -> None:
-    """Concatenate the rows of the slices, padded with the last one: zeros could be rejected."""
+    """Concatenate the rows of the slices to a body of `rows` rows.
+
+    The last row is repeated as padding, because a model could reject zeros.
+    """
     at = 0
-    for each in slices:
-        request = Rows(source[each.input_offset :], each.request_rows, each.first)
-        copier.copy(each.rows, request, Rows(body, rows, at))
-        at += each.rows
+    for part in slices:
+        request = Rows(source[part.input_offset :], part.request_rows, part.first)
+        copier.copy(part.rows, request, Rows(body, rows, at))
+        at += part.rows
     copier.repeat_last(body, at, rows)
 
 
@@ -26,7 +29,7 @@ def scatter(
 ) -> None:
     """Copy the results of each slice to its output offset."""
     at = 0
-    for each in slices:
-        results = Rows(target[each.output_offset :], each.rows, 0)
-        copier.copy(each.rows, Rows(body, rows, at), results)
-        at += each.rows
+    for part in slices:
+        results = Rows(target[part.output_offset :], part.rows, 0)
+        copier.copy(part.rows, Rows(body, rows, at), results)
+        at += part.rows

@@ -14,20 +14,20 @@ import numpy as np
 from iskander.errors import ExecutionFailed
 
 TEXT_MAX = 4000
-"""Characters of an error that are searched; the time of the pattern grows with their square."""
+"""Limit of the characters of an error: the time of the pattern grows with their square."""
 _SOURCE_PATH = re.compile(r"/\S*\.(?:cc|cpp|cu|h|so|onnx|py)\S*")
 _PROFILES = "Following input(s) has no associated shape profiles provided"
 
 
-def memory(address: int, length_bytes: int) -> np.ndarray:
-    """The bytes at an address; the caller keeps them allocated."""
+def memory_at(address: int, length_bytes: int) -> np.ndarray:
+    """Return the bytes at an address as an array; the caller keeps them allocated."""
     if not length_bytes:
         return np.empty(0, np.uint8)
     return np.ctypeslib.as_array((ctypes.c_uint8 * length_bytes).from_address(address))
 
 
-def packed(tensor: np.ndarray) -> np.ndarray:
-    """A boolean tensor as Arrow bits."""
+def pack_booleans(tensor: np.ndarray) -> np.ndarray:
+    """Return a boolean tensor as Arrow bits."""
     return np.packbits(tensor.view(np.uint8).reshape(-1), bitorder="little")
 
 
@@ -43,7 +43,7 @@ def fits_rows(found: Sequence[int], rows: int, shape: Sequence[int]) -> bool:
 def shape_error(
     tensor: str, found: Sequence[int], expected: Sequence[int | str]
 ) -> ExecutionFailed:
-    """The error of a result with another shape than the contract."""
+    """Return the error of a result whose shape differs from the contract."""
     error = ExecutionFailed(
         f"output `{tensor}` has shape {list(found)} for this batch, expected {list(expected)} by "
         "the contract"
@@ -53,7 +53,7 @@ def shape_error(
 
 
 def error_text(error: BaseException) -> str:
-    """The first line of a library's error, without source paths.
+    """Return the first line of a library's error, without source paths.
 
     TensorRT's list of inputs without a profile is kept too: an operator needs their names.
     """

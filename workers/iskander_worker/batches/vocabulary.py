@@ -40,38 +40,44 @@ class Vocabularies:
         return len(self._lookups)
 
     def around(self, compute: Compute) -> Compute:
-        """Wrap `compute`, which expects numbers, to accept text."""
+        """Return a `compute` that accepts text, from one that expects numbers."""
 
         def with_lookups(arrays: Arrays, names: Sequence[str], run: Run) -> Arrays:
-            numbers = {each.tensor: each.numbers(arrays[each.tensor]) for each in self._lookups}
+            numbers = {
+                lookup.tensor: lookup.look_up(arrays[lookup.tensor]) for lookup in self._lookups
+            }
             return compute({**arrays, **numbers}, names, run)
 
         return with_lookups
 
 
 class _Lookup:
+    """Lookup of one input; raises a `ManifestError` if its vocabulary does not match the graph."""
+
     def __init__(
         self, entry: InputColumn, lines: tuple[str, ...], dtype: np.dtype, axis: int | str | None
     ) -> None:
-        what = f"input `{entry.tensor}`: the vocabulary `{entry.vocabulary}`"
+        prefix = f"input `{entry.tensor}`: the vocabulary `{entry.vocabulary}`"
         self.tensor = entry.tensor
         self._entry, self._dtype = entry, dtype
         self._numbers = {line: number for number, line in enumerate(lines)}
         if len(self._numbers) < len(lines):
-            raise ManifestError(f"{what} has a line twice")
+            raise ManifestError(f"{prefix} has a line twice")
         self._unknown = entry.unknown if isinstance(entry.unknown, int) else UNKNOWN
         count = max(len(lines), self._unknown + 1)
         self._depth = axis if entry.one_hot and isinstance(axis, int) else count
         if self._depth < count:
-            raise ManifestError(f"{what} has {count} numbers, and the graph accepts {self._depth}")
+            raise ManifestError(
+                f"{prefix} has {count} numbers, and the graph accepts {self._depth}"
+            )
         if self._unknown == UNKNOWN:
             self._require_known(entry)
 
-    def numbers(self, text: np.ndarray) -> np.ndarray:
-        """Look text up: numbers of the same shape, or with one more axis as one-hot rows."""
+    def look_up(self, text: np.ndarray) -> np.ndarray:
+        """Return the numbers of texts, in the same shape, or as one-hot rows with one more axis."""
         flat = text.reshape(-1)
         find, unknown = self._numbers.get, self._unknown
-        found = np.array([find(each, unknown) for each in flat], np.int64)
+        found = np.array([find(value, unknown) for value in flat], np.int64)
         if unknown == UNKNOWN and (found == UNKNOWN).any():
             at = int(np.flatnonzero(found == UNKNOWN)[0])
             raise ContractError(

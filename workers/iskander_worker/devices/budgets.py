@@ -1,4 +1,4 @@
-"""Budgets of the programs of one process, as the limit of the allocator that they share.
+"""Limit of the allocator that the programs of one process share: the sum of their budgets.
 
 Pure. Runs on: worker main, and its loading thread.
 """
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 
 class Budgets:
-    """Sets the limit to the sum of the budgets; without one of them there is none.
+    """Sets the limit to the sum of the budgets; no limit if a program has declared no budget.
 
     Args:
         total_bytes: Memory of the device.
-        set_fraction: Sets the limit, as a share of that memory.
+        set_fraction: Function that sets the limit, as a share of that memory.
     """
 
     def __init__(self, total_bytes: int, set_fraction: Callable[[float], None]) -> None:
@@ -26,7 +26,7 @@ class Budgets:
 
     @contextlib.contextmanager
     def held(self, budget_bytes: int) -> Iterator[None]:
-        """Add the budget of a program; 0: not declared."""
+        """Add the budget of a program while the block runs; 0 for a budget that is not declared."""
         with self._lock:
             self._budgets.append(budget_bytes)
             self._apply()

@@ -20,7 +20,7 @@ from iskander.interprocess.control.messages import Slice
 FREE_COPIES: Final = 16
 """Enqueueing a copy costs some 3 us; gathering 16 slices first costs more than that."""
 LARGE_BYTES: Final = 1 << 16
-"""From this mean size a copy on the device's bus is faster than one by the processor first."""
+"""If copies have this mean size, the bus copies them faster than the processor gathers them."""
 
 
 class Copy(NamedTuple):
@@ -32,7 +32,7 @@ class Copy(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """The last row of a column, to be repeated behind it."""
+    """The last row of a column in a body, which is to be repeated behind it."""
 
     body_offset: int
     length_bytes: int
@@ -40,29 +40,29 @@ class Padding(NamedTuple):
 
 
 def row_bytes(spec: TensorSpec) -> int:
-    """Bytes of one row of a column without strings or booleans."""
+    """Return the bytes of one row of a column that has neither strings nor booleans."""
     return spec.elements * spec.type.dtype.arrow_bits // 8
 
 
 def input_copies(copier: RowCopier, slices: tuple[Slice, ...], rows: int) -> list[Copy]:
-    """Copies of the slices' rows to the body of a batch with `rows` rows."""
+    """Return the copies of the slices' rows to the body of a batch with `rows` rows."""
     first = slices[0]
     if first.rows == first.request_rows == rows:
         return [Copy(first.input_offset, 0, copier.layout(rows)[1])]
     targets = copier.layout(rows)[0]
     copies, at = [], 0
-    for each in slices:
-        sources = copier.layout(each.request_rows)[0]
+    for part in slices:
+        sources = copier.layout(part.request_rows)[0]
         for spec, source, target in zip(copier.specs, sources, targets, strict=True):
             width = row_bytes(spec)
-            begin = each.input_offset + source + each.first * width
-            copies.append(Copy(begin, target + at * width, each.rows * width))
-        at += each.rows
+            begin = part.input_offset + source + part.first * width
+            copies.append(Copy(begin, target + at * width, part.rows * width))
+        at += part.rows
     return copies
 
 
 def paddings(copier: RowCopier, used_rows: int, rows: int) -> list[Padding]:
-    """The last used row of each column, if the batch has more rows."""
+    """Return the padding of each column behind its last used row, if the batch has more rows."""
     if used_rows == rows:
         return []
     return [
@@ -72,15 +72,15 @@ def paddings(copier: RowCopier, used_rows: int, rows: int) -> list[Padding]:
 
 
 def output_copies(copier: RowCopier, slices: tuple[Slice, ...], rows: int) -> list[list[Copy]]:
-    """Copies of each column's results to the slices; `body_offset` counts from the column."""
+    """Return the copies of each column's results; `body_offset` counts from the column's start."""
     columns: list[list[Copy]] = [[] for _ in copier.specs]
     at = 0
-    for each in slices:
-        targets = copier.layout(each.rows)[0]
+    for part in slices:
+        targets = copier.layout(part.rows)[0]
         for column, spec, target in zip(columns, copier.specs, targets, strict=True):
             width = row_bytes(spec)
-            column.append(Copy(each.output_offset + target, at * width, each.rows * width))
-        at += each.rows
+            column.append(Copy(part.output_offset + target, at * width, part.rows * width))
+        at += part.rows
     return columns
 
 
@@ -88,5 +88,5 @@ def is_direct(copies: list[Copy], *, is_page_locked: bool) -> bool:
     """Whether to copy between arena and device without a stage; `copies` is not empty."""
     if not is_page_locked:
         return False
-    total_bytes = sum(each.length_bytes for each in copies)
+    total_bytes = sum(copy.length_bytes for copy in copies)
     return len(copies) <= FREE_COPIES or total_bytes >= len(copies) * LARGE_BYTES

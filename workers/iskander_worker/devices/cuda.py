@@ -28,7 +28,7 @@ NOT_READY: Final = 600
 FATAL: Final = frozenset(
     {4, 46, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999}
 )
-"""Errors after which every call of this process fails: a fault of a kernel or of the card."""
+"""Codes of errors after which every call of this process fails: faults of a kernel or the card."""
 
 capture_lock: Final = threading.RLock()
 """Held to capture a graph, to launch a batch, and to release a model: some calls beside a capture,
@@ -70,7 +70,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class DriverError(Exception):
-    """A failed call; `code` is the driver's."""
+    """A failed call of the driver; `code` is the result that the driver returned."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
@@ -90,11 +90,11 @@ class Device(Protocol):
     """One device, as `CudaDevice` implements it; addresses, streams and events are numbers.
 
     Attributes:
-        number: Among the devices that this process can see.
+        number: Index of the device among those that this process can see.
         name: Product name with the compute capability, as in `NVIDIA H100 (9.0)`.
-        copied_in: Bytes copied to the device by `copy_in`, in all.
-        copied_out: Bytes copied to the host by `copy_out`, in all.
-        signalled_ns: Times of the signals of `signal`, oldest first; the caller removes them.
+        copied_in: Total bytes that `copy_in` copied to the device.
+        copied_out: Total bytes that `copy_out` copied to the host.
+        signalled_ns: Times at which a `signal` was reached, oldest first; the caller removes them.
     """
 
     number: int
@@ -104,7 +104,7 @@ class Device(Protocol):
     signalled_ns: deque[int]
 
     def use(self) -> None:
-        """Make the device's context that of the calling thread; also after a fault."""
+        """Make the device's context current in the calling thread; works after a fault too."""
 
     def register(self, address: int, length_bytes: int, *, is_read_only: bool) -> None:
         """Page-lock host memory, or raise a `DriverError`."""
@@ -154,7 +154,7 @@ class Device(Protocol):
     def synchronize(self, stream: int) -> None:
         """Wait for a stream; raises the `DriverError` of its operations."""
 
-    def settle(self) -> None:
+    def synchronize_all(self) -> None:
         """Wait for all streams and their signals; raises the `DriverError` of the context."""
 
     def require_healthy(self, stream: int) -> None:
@@ -163,7 +163,7 @@ class Device(Protocol):
 
 @contextlib.contextmanager
 def idle(device: Device) -> Iterator[None]:
-    """Keep a device idle, to release what a library has there; raises `DeviceLost`.
+    """Keep a device idle while the block releases memory of a library; raise `DeviceLost`.
 
     A destructor of ONNX Runtime holds the interpreter lock while it waits for the device, and the
     signal of a batch needs that lock.
@@ -171,7 +171,7 @@ def idle(device: Device) -> Iterator[None]:
     with capture_lock:
         try:
             device.use()
-            device.settle()
+            device.synchronize_all()
         except DriverError as error:
             raise DeviceLost(str(error)) from None
         yield
@@ -179,7 +179,7 @@ def idle(device: Device) -> Iterator[None]:
 
 @functools.cache
 def open_device(number: int) -> CudaDevice:
-    """Open a device of this process; a `DriverError` if there is no driver or device."""
+    """Open a device, once for this process; raise a `DriverError` without a driver or device."""
     return CudaDevice(number)
 
 
@@ -293,7 +293,7 @@ class CudaDevice:
         """See `Device`."""
         self._call("cuStreamSynchronize", stream)
 
-    def settle(self) -> None:
+    def synchronize_all(self) -> None:
         """See `Device`."""
         self._call("cuCtxSynchronize")
 
@@ -306,16 +306,16 @@ class CudaDevice:
                 raise
 
     def _on_signal(self, fd: int) -> None:
-        """Run on a thread of the driver, which it may not call."""
+        """Run on a thread of the driver, in which calls of the driver are not allowed."""
         self.signalled_ns.append(now_ns())
         os.eventfd_write(fd, 1)
 
     def _call(self, name: str, *arguments: object) -> None:
         code = getattr(self._library, name)(*arguments)
         if code:
-            raise DriverError(code, f"{name} failed: {self._text(code)}")
+            raise DriverError(code, f"{name} failed: {self._error_text(code)}")
 
-    def _text(self, code: int) -> str:
+    def _error_text(self, code: int) -> str:
         text = c_char_p()
         self._library.cuGetErrorString(c_int(code), byref(text))
         return f"{(text.value or b'unknown error').decode()} (CUDA error {code})"

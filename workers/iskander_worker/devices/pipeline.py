@@ -23,7 +23,7 @@ from iskander.errors import ExecutionFailed, IskanderError
 from iskander.interprocess.control.messages import Copied, Execute
 from iskander_worker.backends import Run
 from iskander_worker.batches.slices import gather, scatter
-from iskander_worker.batches.tensors import memory
+from iskander_worker.batches.tensors import memory_at
 from iskander_worker.devices.arenas import PageLockedArenas
 from iskander_worker.devices.copies import input_copies, is_direct, output_copies, paddings
 from iskander_worker.devices.cuda import Device, DeviceLost, DriverError, capture_lock
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from iskander_worker.session import Session
 
 CHECK_MS: Final = 100
-"""A fault of the device ends no batch, so it is looked for while a batch takes longer than that."""
+"""Interval of checks for a fault of the device during a batch: after a fault, no batch ends."""
 
 
 class Slot:
-    """Events and page-locked stage of one batch in flight; its index selects a workspace."""
+    """Events and page-locked memory of one batch in flight; `index` selects a workspace."""
 
     def __init__(self, device: Device, index: int) -> None:
         self.index = index
@@ -46,7 +46,7 @@ class Slot:
         self._stages = {"input": (0, 0), "output": (0, 0)}
 
     def stage(self, side: str, length_bytes: int) -> int:
-        """The address of page-locked memory, which the next call with the same side reuses."""
+        """Return the address of page-locked memory; the next call with the same side reuses it."""
         address, size = self._stages[side]
         if size < length_bytes:
             if size:
@@ -67,9 +67,9 @@ class Flight:
     """A launched batch.
 
     Attributes:
-        stage: Body of the results, if they are to be scattered from there.
-        copied: Bytes of its copies.
-        ended_ns: Time of its end.
+        stage: Page-locked body of the results, which `finish` scatters; None: not needed.
+        copied: Bytes that were copied to the device and to the host.
+        ended_ns: Time at which the results were copied.
     """
 
     __slots__ = ("arenas", "copied", "ended_ns", "message", "outputs", "slot", "stage")
@@ -90,7 +90,7 @@ class Flight:
 
 
 class Pipeline:
-    """See the module.
+    """Enqueues batches on a device, and returns those that have ended.
 
     Attributes:
         wake_fd: Readable after the end of a batch.
@@ -115,10 +115,10 @@ class Pipeline:
     def launch(
         self, session: Session, arenas: PageLockedArenas, message: Execute, run: Run
     ) -> Flight:
-        """Enqueue a batch, or raise `ExecutionFailed`, or `DeviceLost`.
+        """Enqueue a batch, or raise `ExecutionFailed` or `DeviceLost`.
 
-        The caller has checked that its ranges are inside the arenas. None of its copies is pending
-        after an exception, so that the ranges can be leased again.
+        The caller has checked that the batch's ranges are inside the arenas. After an exception no
+        copy of the batch is pending, so that its ranges can be leased again.
         """
         slot = self._free.pop()
         try:
@@ -136,7 +136,7 @@ class Pipeline:
     def finish(self, *, is_waiting: bool = False) -> list[Flight]:
         """Return the batches that have ended, with their results in the arena; may be empty.
 
-        `is_waiting` waits for one. Raises `DeviceLost` after a fault.
+        `is_waiting` waits for at least one of them. Raises `DeviceLost` after a fault.
         """
         while self.flights and is_waiting and not self._poll.poll(CHECK_MS):
             self.check()
@@ -197,19 +197,19 @@ class Pipeline:
         if not is_direct(copies, is_page_locked=arenas.is_input_locked):
             length = copier.layout(rows)[1]
             address = slot.stage("input", length)
-            gather(copier, arenas.inputs.view, slices, memory(address, length).data, rows)
+            gather(copier, arenas.inputs.view, slices, memory_at(address, length).data, rows)
             device.copy_in(body, address, length, up)
             return
         base = arenas.inputs.address
         for arena_offset, offset, length in copies:
             device.copy_in(body + offset, base + arena_offset, length, up)
-        for last, width, count in paddings(copier, sum(each.rows for each in slices), rows):
+        for last_row, width, count in paddings(copier, sum(part.rows for part in slices), rows):
             done = 1
             while done <= count:
-                several = min(done, count + 1 - done)
-                start = body + last
-                device.copy_within(start + done * width, start, several * width, up)
-                done += several
+                doubled = min(done, count + 1 - done)
+                start = body + last_row
+                device.copy_within(start + done * width, start, doubled * width, up)
+                done += doubled
 
     def _copy_out(
         self,
@@ -219,7 +219,7 @@ class Pipeline:
         message: Execute,
         addresses: Sequence[int],
     ) -> memoryview | None:
-        """Enqueue the copies of a batch's results; return the stage that holds them, if any."""
+        """Enqueue the copies of a batch's results; return their stage, None for direct copies."""
         device, down, rows = self.device, self._down, message.rows
         columns = output_copies(copier, message.slices, rows)
         copies = [copy for column in columns for copy in column]
@@ -233,9 +233,10 @@ class Pipeline:
         address = slot.stage("output", length)
         for source, spec, offset in zip(addresses, copier.specs, offsets, strict=True):
             device.copy_out(address + offset, source, spec.buffer_bytes(rows), down)
-        return memory(address, length).data
+        return memory_at(address, length).data
 
     def _drain(self, launcher: Launcher | None) -> None:
+        """Wait for all operations of a failed launch."""
         assert launcher is not None
         try:
             for stream in (self._up, launcher.stream, self._down):

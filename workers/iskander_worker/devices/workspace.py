@@ -20,9 +20,9 @@ from iskander_worker.backends import Run
 from iskander_worker.devices.cuda import Device, DriverError
 
 SLOTS: Final = 2
-"""Batches in flight on a device; each has a workspace of a session."""
+"""Batches in flight on a device; a session has a workspace for each."""
 LAUNCHES_MAX: Final = 64
-"""Launches without a graph that are kept for a session and a slot; first in, first out."""
+"""Limit of the kept launches without a graph in a workspace; the oldest is removed first."""
 
 
 class Launch(Protocol):
@@ -39,7 +39,7 @@ class Launcher(Protocol):
     """The part of a model on a device that a workspace uses.
 
     Attributes:
-        stream: Of all computations of the model.
+        stream: Stream on which the model computes.
         graph_rows: Numbers of rows whose computation is captured as a graph.
     """
 
@@ -70,7 +70,7 @@ class Prepared(NamedTuple):
 
 
 class Workspace:
-    """See the module."""
+    """Device memory of one session in one slot, and the launches that are bound to it."""
 
     def __init__(
         self, model: Launcher, contract: Contract, inputs: RowCopier, outputs: RowCopier
@@ -83,7 +83,10 @@ class Workspace:
         self._graph_memory: _Memory | None = None
 
     def prepare(self, rows: int) -> Prepared:
-        """The launch of a batch, or `ExecutionFailed`; no earlier one may still be running."""
+        """Return a launch for a batch of `rows` rows, or raise `ExecutionFailed`.
+
+        No earlier launch of this workspace may still be running.
+        """
         prepared = self._captured.get(rows) or self._launches.get(rows)
         if prepared is not None:
             return prepared
@@ -99,7 +102,7 @@ class Workspace:
             self._launches.clear()
             self._free(memory)
             self._memory = None
-            # A power of two, so that it seldom grows.
+            # A power of two, so that the memory seldom grows.
             memory = self._memory = self._allocate(1 << (rows - 1).bit_length())
         if len(self._launches) >= LAUNCHES_MAX:
             del self._launches[next(iter(self._launches))]
@@ -148,7 +151,7 @@ class Workspace:
 
 
 class DeviceBatch:
-    """One batch between addresses of the host, computed at once; for warm-up."""
+    """One batch between host addresses, whose `run` waits for its end; for warm-up."""
 
     own_bytes = 0
 

@@ -1,4 +1,4 @@
-"""TensorRT engines: what they depend on, their folder, and the batch sizes that they serve.
+"""TensorRT engines: cache key, cache folder, and the batch sizes that an engine serves.
 
 An engine is built for one card, one version of the libraries and a range of batch sizes, in seconds
 to minutes. The sandboxed load builds it into a new entry of the weight cache; workers open the
@@ -25,27 +25,27 @@ from iskander.interprocess.control.messages import ModelSpec
 PROVIDER = "tensorrt"
 LIBRARY = "libnvinfer.so.10"
 LIBRARIES = (LIBRARY, "libnvinfer_plugin.so.10", "libnvonnxparser.so.10")
-"""Each one after those that it needs."""
+"""Libraries in the order of loading: a library comes after those that it needs."""
 PACKAGE = "tensorrt_libs"
 OWN_CACHE = frozenset(("trt_engine_cache_enable", "trt_engine_cache_path"))
 """Options with which the configuration replaces the cache of this module."""
 
 
 def has_own_cache(spec: ModelSpec) -> bool:
-    """Whether the configuration names a cache of engines of its own, or disables it."""
+    """Whether the configuration sets the provider's own cache of engines, on or off."""
     return not OWN_CACHE.isdisjoint(spec.provider_options.get(PROVIDER, {}))
 
 
 def needs_engines(spec: ModelSpec) -> bool:
-    """Whether a model's engines are built first, and cached."""
+    """Whether the engines of a model are built before its first load, and cached."""
     return spec.execution_providers[0] == PROVIDER and not has_own_cache(spec)
 
 
 def cache_options(folder: Path, *, is_building: bool) -> dict[str, str]:
-    """Options to read engines from a folder, and to write those that are missing.
+    """Return options to read engines from a folder, and to write missing engines there.
 
-    Times of kernels are kept for a build only: the provider would rewrite their file in a worker.
-    It rejects `1` and `0` for booleans.
+    Times of kernels are cached only during a build: in a worker the provider would rewrite their
+    file. The provider rejects `1` and `0` for booleans.
     """
     options = {"trt_engine_cache_enable": "true", "trt_engine_cache_path": str(folder)}
     if is_building:
@@ -54,23 +54,25 @@ def cache_options(folder: Path, *, is_building: bool) -> dict[str, str]:
 
 
 def profile_options(spec: ModelSpec, graph: Graph) -> dict[str, str]:
-    """Options for engines of 1 to `rows_max` rows, best at the largest size that repeats.
+    """Return options for engines of 1 to `rows_max` rows, fastest at the largest of `pad_to`.
 
-    Empty if no input has a variable number of rows, if another dimension is variable, or if the
-    configuration has a profile.
+    No options if no input has a variable number of rows, if another dimension is variable, or if
+    the configuration has a profile.
     """
     options = spec.provider_options.get(PROVIDER, {})
     if any(name.startswith("trt_profile_") for name in options):
         return {}
-    variable = [each for each in graph.inputs if not all(isinstance(n, int) for n in each.shape)]
-    inner = [size for each in variable for size in each.shape[1:]]
+    variable = [
+        tensor for tensor in graph.inputs if not all(isinstance(n, int) for n in tensor.shape)
+    ]
+    inner = [size for tensor in variable for size in tensor.shape[1:]]
     if not variable or not all(isinstance(size, int) for size in inner):
         return {}
     best = max(spec.pad_to, default=spec.rows_max)
 
     def shapes(rows: int) -> str:
         return ",".join(
-            f"{each.name}:{'x'.join(map(str, (rows, *each.shape[1:])))}" for each in variable
+            f"{tensor.name}:{'x'.join(map(str, (rows, *tensor.shape[1:])))}" for tensor in variable
         )
 
     return {
@@ -81,7 +83,7 @@ def profile_options(spec: ModelSpec, graph: Graph) -> dict[str, str]:
 
 
 def key_parts(spec: ModelSpec, device_name: str, tensorrt: str) -> list[object]:
-    """What an engine depends on, beside the model's files and ONNX Runtime's version."""
+    """Return what an engine depends on, beside the model's files and ONNX Runtime's version."""
     options: Mapping[str, Mapping[str, str]] = spec.provider_options
     return [
         device_name,
@@ -96,18 +98,18 @@ def key_parts(spec: ModelSpec, device_name: str, tensorrt: str) -> list[object]:
 def preload_libraries() -> None:
     """Load TensorRT from its Python package, if that is installed.
 
-    The provider's library then finds them by their names, as it finds those of the system.
+    The provider then finds these libraries by their names, like libraries of the system.
     """
     package = find_spec(PACKAGE)
     for folder in (package.submodule_search_locations if package is not None else None) or ():
         for name in LIBRARIES:
-            # A library that is missing or needs others is an error of the provider's own load.
+            # The load of the provider reports a library that is missing or cannot be loaded.
             with contextlib.suppress(OSError):
                 ctypes.CDLL(str(Path(folder) / name), ctypes.RTLD_GLOBAL)
 
 
 def tensorrt_version() -> str:
-    """Version of the library that the provider loads; empty if there is none."""
+    """Return the version of TensorRT that the provider loads; empty if there is none."""
     preload_libraries()
     try:
         library = ctypes.CDLL(LIBRARY)

@@ -24,17 +24,18 @@ RARE_SHARE = 0.2
 
 
 class Values(NamedTuple):
-    """A kind of values.
+    """Ranges and special values of one kind of generated rows.
 
     Attributes:
         scale: Standard deviation of floats around 0; for positive floats, their maximum.
         high: Largest integer.
         low: Smallest integer. By default 1: a division by 0 ends the process.
-        rare: Values of a fifth of the elements of float inputs, such as NaN, and of all elements
-            of the first and of the last row: a graph may treat these rows differently.
-        rare_integer: The same for integer inputs that can hold it.
+        rare: Special floats, such as NaN. A fifth of the elements of a float input have one of
+            them, and all elements of the first and the last row: a graph may treat these rows
+            differently.
+        rare_integer: Special integer, at such elements of the integer inputs that can hold it.
         are_positive: Floats are positive.
-        words: Words of the texts; empty: digits.
+        words: Words of the texts; digits if it is empty.
         words_of_text: Maximum number of words in a text.
     """
 
@@ -51,16 +52,18 @@ class Values(NamedTuple):
 class RowGenerator:
     """Generates the inputs of batches; equal seeds make equal rows.
 
-    `choices` has the texts that an input accepts, by tensor, such as the words of a vocabulary.
+    `accepted_texts` has the only texts that an input accepts, by tensor: words of a vocabulary.
     """
 
-    def __init__(self, specs: tuple[TensorSpec, ...], choices: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, specs: tuple[TensorSpec, ...], accepted_texts: Mapping[str, Sequence[str]]
+    ) -> None:
         self._specs = specs
-        self._choices = choices
+        self._accepted_texts = accepted_texts
 
     @property
     def has_floats(self) -> bool:
-        """Whether an input has numbers of any magnitude."""
+        """Whether an input has floats."""
         return any(_is_float(spec) for spec in self._specs)
 
     @property
@@ -70,22 +73,26 @@ class RowGenerator:
 
     @property
     def has_texts(self) -> bool:
-        """Whether an input has texts of any kind."""
-        return any(spec.is_string and spec.tensor not in self._choices for spec in self._specs)
+        """Whether an input accepts any text."""
+        return any(
+            spec.is_string and spec.tensor not in self._accepted_texts for spec in self._specs
+        )
 
     def rows(self, count: int, values: Values, seed: int) -> dict[str, np.ndarray]:
-        """The arrays of a batch of `count` rows."""
+        """Generate the arrays of a batch of `count` rows, by tensor."""
         random = np.random.default_rng(seed)
-        return {spec.tensor: self._array(spec, count, values, random) for spec in self._specs}
+        return {
+            spec.tensor: self._generate_tensor(spec, count, values, random) for spec in self._specs
+        }
 
-    def _array(
+    def _generate_tensor(
         self, spec: TensorSpec, count: int, values: Values, random: np.random.Generator
     ) -> np.ndarray:
         shape = (count, *spec.shape)
         array: np.ndarray
         if spec.is_string:
             array = np.empty(count * spec.elements, np.object_)
-            array[:] = self._texts(spec, len(array), values, random)
+            array[:] = self._generate_texts(spec, len(array), values, random)
             return array.reshape(shape)
         if _is_float(spec):
             is_half = spec.type.dtype_name == "float16"
@@ -95,7 +102,7 @@ class RowGenerator:
             )
             if values.rare:
                 chosen = np.array(values.rare)[random.integers(len(values.rare), size=shape)]
-                array = np.where(_is_rare(shape, random), chosen, array)
+                array = np.where(_rare_mask(shape, random), chosen, array)
                 if is_half:
                     is_finite = np.isfinite(array)
                     array[is_finite] = array[is_finite].clip(-FLOAT16_MAX, FLOAT16_MAX)
@@ -108,15 +115,17 @@ class RowGenerator:
                 array = np.abs(array)
             rare = values.rare_integer
             if rare is not None and limits.min <= rare <= limits.max:
-                array = np.where(_is_rare(shape, random), rare, array)
+                array = np.where(_rare_mask(shape, random), rare, array)
         return to_element_type(spec, array)
 
-    def _texts(
+    def _generate_texts(
         self, spec: TensorSpec, count: int, values: Values, random: np.random.Generator
     ) -> list[str]:
-        choices = self._choices.get(spec.tensor)
-        if choices is not None:
-            return [choices[index] for index in random.integers(len(choices), size=count)]
+        texts_of_input = self._accepted_texts.get(spec.tensor)
+        if texts_of_input is not None:
+            return [
+                texts_of_input[index] for index in random.integers(len(texts_of_input), size=count)
+            ]
         words = values.words or DIGITS
         texts = []
         for _ in range(count):
@@ -125,8 +134,8 @@ class RowGenerator:
         return texts
 
 
-def _is_rare(shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    """Mask of the elements with a rare value."""
+def _rare_mask(shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    """Return the mask of the elements that get a rare value."""
     mask = random.random(shape) < RARE_SHARE
     mask[[0, -1]] = True
     return mask

@@ -1,7 +1,7 @@
-"""Constants of an ONNX file: the words and numbers that its graph compares values with.
+"""Words and numbers in an ONNX file, with which its graph may compare values.
 
-A measurement of rows uses them as values, because a graph may treat a row with one of them
-differently, such as a marker of missing values.
+A measurement of rows uses these constants as values, because a graph may treat a row with a
+constant differently, for example with a marker of missing values.
 
 Runs on: worker main, and the process of a sandboxed load. Source: onnx.proto (NodeProto,
 AttributeProto, TensorProto), protobuf wire format.
@@ -9,7 +9,7 @@ AttributeProto, TensorProto), protobuf wire format.
 
 from __future__ import annotations
 
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Final
 
@@ -20,16 +20,16 @@ from iskander.foundation.varint import read_varint
 from iskander_worker.loading.onnx_external import read_field
 
 FIELDS_MAX = 1 << 18
-"""Fields that are visited; an ensemble of trees can have millions, which are not searched for."""
+"""Limit of the fields that are visited; an ensemble of trees can have millions of them."""
 DEPTH_MAX = 64
 ATTRIBUTE_BYTES_MAX = 1 << 18
 SMALL_ATTRIBUTE_BYTES = 200
-"""A longer attribute has weights, or the nodes of trees; only its words are used."""
+"""A longer attribute has weights, or the nodes of trees: its words are used, and no numbers."""
 WORDS_MAX = 4096
 WORD_BYTES_MAX = 32
 NUMBERS_MAX = 64
 ELEMENTS_MAX = 16
-"""Elements of a tensor or attribute whose numbers are used; a larger one has weights."""
+"""Limit of the elements of a tensor or attribute whose numbers are used; more are weights."""
 
 _MODEL, _GRAPH, _NODE, _ATTRIBUTE, _LONG_ATTRIBUTE, _TENSOR, _FUNCTION = range(7)
 _INNER: Final = {
@@ -41,7 +41,7 @@ _INNER: Final = {
     _TENSOR: {},
     _FUNCTION: {7: _NODE},
 }
-"""Field numbers of the messages that are entered, for each kind of message."""
+"""Inner messages that are visited, by kind of message and field number."""
 _OP_TYPE = 4
 _DIVISIONS = (b"Div", b"Mod")
 _FLOAT, _INTEGER, _FLOATS, _INTEGERS, _STRINGS = 2, 3, 7, 8, 9
@@ -83,16 +83,16 @@ class GraphConstants:
         """Add the numbers of a small tensor or attribute."""
         if len(numbers) <= ELEMENTS_MAX:
             for number in np.asarray(numbers, np.float64).tolist():
-                if len(self.numbers) < NUMBERS_MAX and number - number == 0:
+                if len(self.numbers) < NUMBERS_MAX and isfinite(number):
                     self.numbers[number] = None
 
 
 def constants_of(path: Path) -> GraphConstants:
-    """The constants of a graph file; none of a file that is absent or no ONNX file."""
+    """Return the constants of a graph file; none for a file that is absent or no ONNX file."""
     found = GraphConstants()
     try:
         raw = np.memmap(path, np.uint8, "r").data  # Most of a large file is not touched.
-        is_whole = _walk(raw, path.name, found)
+        is_whole = _visit_messages(raw, path.name, found)
     except (OSError, ManifestError, IndexError, ValueError):  # An empty file cannot be mapped.
         is_whole = False
     if not is_whole:
@@ -100,11 +100,11 @@ def constants_of(path: Path) -> GraphConstants:
     return found
 
 
-def _walk(raw: memoryview, name: str, found: GraphConstants) -> bool:
+def _visit_messages(raw: memoryview, name: str, found: GraphConstants) -> bool:
     """Visit the messages of a file; return whether it was read to its end."""
-    above = [(_MODEL, 0, len(raw))]
-    while above:
-        kind, at, stop = above.pop()
+    pending = [(_MODEL, 0, len(raw))]
+    while pending:
+        kind, at, stop = pending.pop()
         if kind == _TENSOR:
             _add_tensor(raw, at, stop, name, found)
             continue
@@ -118,8 +118,8 @@ def _walk(raw: memoryview, name: str, found: GraphConstants) -> bool:
                 if inner == _ATTRIBUTE and end - begin > SMALL_ATTRIBUTE_BYTES:
                     inner = _LONG_ATTRIBUTE
                 is_skipped = inner == _LONG_ATTRIBUTE and end - begin > ATTRIBUTE_BYTES_MAX
-                if not is_skipped and len(above) < DEPTH_MAX:
-                    above += [(kind, end, stop), (inner, begin, end)]
+                if not is_skipped and len(pending) < DEPTH_MAX:
+                    pending += [(kind, end, stop), (inner, begin, end)]
                     break
             elif kind == _NODE and number == _OP_TYPE:
                 is_short = begin >= 0 and end - begin == len(_DIVISIONS[0])
@@ -139,7 +139,7 @@ def _add_attribute(
     if number in (_FLOAT, _FLOATS):
         found.add_numbers(np.frombuffer(raw[begin if begin >= 0 else end - 4 : end], "<f4"))
     elif number in (_INTEGER, _INTEGERS):
-        found.add_numbers(_integers(raw, begin if begin >= 0 else at + 1, end))
+        found.add_numbers(_decode_integers(raw, begin if begin >= 0 else at + 1, end))
 
 
 def _add_tensor(raw: memoryview, at: int, stop: int, name: str, found: GraphConstants) -> None:
@@ -157,7 +157,9 @@ def _add_tensor(raw: memoryview, at: int, stop: int, name: str, found: GraphCons
         if number == _STRING_DATA and begin >= 0:
             found.add_word(bytes(raw[begin : min(at, begin + WORD_BYTES_MAX + 1)]))
         elif number == _DIMS:
-            dims += _integers(raw, begin, at) if begin >= 0 else [read_varint(raw, begun + 1)[0]]
+            dims += (
+                _decode_integers(raw, begin, at) if begin >= 0 else [read_varint(raw, begun + 1)[0]]
+            )
         elif number == _DATA_TYPE and begin < 0:
             element = read_varint(raw, begun + 1)[0]
         elif begin >= 0 and at - begin <= 10 * ELEMENTS_MAX:
@@ -166,15 +168,15 @@ def _add_tensor(raw: memoryview, at: int, stop: int, name: str, found: GraphCons
             elif number in _PACKED:
                 numbers = np.frombuffer(raw[begin:at], _PACKED[number])
             elif number in _VARINTS:
-                numbers = _integers(raw, begin, at)
+                numbers = _decode_integers(raw, begin, at)
     if prod(dims) <= ELEMENTS_MAX:
         if element in _ELEMENTS and data:
             numbers = np.frombuffer(data, _ELEMENTS[element])
         found.add_numbers(numbers)
 
 
-def _integers(raw: memoryview, at: int, stop: int) -> list[int]:
-    """Packed integers; the negative ones have ten bytes."""
+def _decode_integers(raw: memoryview, at: int, stop: int) -> list[int]:
+    """Decode packed integers, of which negative ones have ten bytes."""
     found: list[int] = []
     while at < stop and len(found) <= ELEMENTS_MAX:
         value, at = read_varint(raw[:stop], at)

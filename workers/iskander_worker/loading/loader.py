@@ -37,10 +37,10 @@ EXIT_WAIT_S = 5.0
 
 
 class LoadQueue:
-    """Loads in the order of their requests; each gateway has one at most.
+    """Runs loads in the order of their requests; a gateway process requests one at a time.
 
     While a load is running, `is_busy` is set; when it is done, `wake_fd` is readable. Sessions that
-    are not used are kept until `kept_until_ns`; 0: there are none.
+    no gateway process uses are kept until `kept_until_ns`, which is 0 if there are none.
     """
 
     def __init__(self, cores: int) -> None:
@@ -58,8 +58,11 @@ class LoadQueue:
         self._waiting.append(_Load(attachment, spec, self._cores, self.wake_fd))
         self._start_next()
 
-    def get(self) -> tuple[Attachment, list[ToGateway]] | None:
-        """Complete a finished load and start the next; return its gateway and answers, or None."""
+    def finish_load(self) -> tuple[Attachment, list[ToGateway]] | None:
+        """Complete a load that is done and start the next one.
+
+        Returns the gateway process of the completed load and its answers; None if no load is done.
+        """
         load = self._running
         if load is None:
             return None
@@ -78,7 +81,7 @@ class LoadQueue:
         return load.attachment, load.answer()
 
     def progress(self) -> tuple[Attachment, LoadStep] | None:
-        """A report of the running load, if one is due."""
+        """Return a report of the running load and its gateway process, if a report is due."""
         load = self._running
         report = progress.due(now_ns()) if load is not None else None
         if load is None or report is None:
@@ -86,11 +89,11 @@ class LoadQueue:
         return load.attachment, LoadStep(load.spec.key, *report)
 
     def keep_unused(self) -> None:
-        """Keep the sessions that are not used for the next loads of a gateway process."""
+        """Keep unused sessions for `REUSE_NS` from now, for the next loads of a gateway process."""
         self.kept_until_ns = now_ns() + REUSE_NS
 
     def close_unused(self, used: set[Session]) -> None:
-        """Close the sessions that are not in `used`, if it is time."""
+        """Close the sessions that are not in `used`, if their time is over."""
         if self.is_busy or now_ns() < self.kept_until_ns:
             return
         self.kept_until_ns = 0
@@ -98,8 +101,8 @@ class LoadQueue:
             self.close(session)
 
     def close(self, session: Session) -> None:
-        """Close a session that is not used."""
-        self.sessions = {key: each for key, each in self.sessions.items() if each is not session}
+        """Close a session that no gateway process uses."""
+        self.sessions = {key: kept for key, kept in self.sessions.items() if kept is not session}
         session.close()
 
     def shut_down(self) -> bool:
@@ -123,7 +126,7 @@ class LoadQueue:
 
 
 class _Load:
-    """One load, of a model that may be loaded already; ends with a session or an error."""
+    """One load, which ends with a session or an error; the model may have a session already."""
 
     def __init__(self, attachment: Attachment, spec: ModelSpec, cores: int, wake_fd: int) -> None:
         self.attachment = attachment
@@ -137,7 +140,7 @@ class _Load:
         self._begun_ns = now_ns()
 
     def answer(self) -> list[ToGateway]:
-        """The messages for the gateway; raises an assertion of this program, or `DeviceLost`."""
+        """Return the messages for the gateway; raise `DeviceLost` or an assertion of ours."""
         session = self.session
         if self._fatal is not None:
             raise self._fatal
@@ -179,7 +182,7 @@ class _Load:
         else:
             self.session = session
             return
-        # Not before the end of the handler: the frames of the error refer to parts of the model.
+        # Closed after the handler: the frames of the error refer to parts of the model.
         session.close()
 
     def _fail(self, error: BaseException) -> None:

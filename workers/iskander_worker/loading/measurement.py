@@ -18,9 +18,9 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         unbound: Indices of the contract's outputs that the runtime does not write to bound memory;
-            they are copied from the runtime's own memory after each run. Names would have no limit
-            of their length, and the report of a load has.
-        verdict: Whether its rows affect each other's results (`contract.row_relation`).
+            they are copied from the runtime's own memory after each run. They are no names, because
+            the report of a load has a size limit and names have none.
+        verdict: Whether rows of a batch affect each other's results (`contract.row_relation`).
         evidence: What was run and found, for people.
         has_other_rows: The results of a batch had another number of rows than the batch.
     """
@@ -32,5 +32,5 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def undecided(evidence: str, unbound: tuple[int, ...] = ()) -> Measurement:
-    """The findings about a model whose rows could not be measured, with the reason."""
+    """Return the findings about a model whose rows could not be measured, with the reason."""
     return Measurement(unbound, "undecided", shorten(evidence, EVIDENCE_CHARACTERS_MAX))

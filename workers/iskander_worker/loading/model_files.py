@@ -64,7 +64,7 @@ def require_signature(folder: Path, public_key: str) -> bool:
 
 
 class ModelFiles(NamedTuple):
-    """The files of a model by name, the model file first; stamps are from before the hashing."""
+    """The files of a model by name, the model file first; `stamps` are older than `digests`."""
 
     paths: dict[str, Path]
     digests: dict[str, str]
@@ -73,23 +73,23 @@ class ModelFiles(NamedTuple):
 
 
 def inspect_files(file: Path, bytes_max: int) -> ModelFiles:
-    """Find and hash the files of a model, or raise a `ManifestError`.
+    """Find and hash the files of an ONNX model, or raise a `ManifestError`.
 
     `bytes_max` limits the files, and the tensors in them.
     """
     size = _size_of(file)
     path_inside(file.parent, file.name)
     stamps = {file: stamp_of(file)}
-    _require_bytes(file.name, size, bytes_max)
+    _require_size(file.name, size, bytes_max)
     sizes = {file.name: size}
     paths = {file.name: file}
     declared = size
-    for external in _externals(file) if size else ():
+    for external in _external_tensors_of(file) if size else ():
         name = external.location
         if name not in paths:
             paths[name] = path = path_inside(file.parent, name)
             stamps[path], sizes[name] = stamp_of(path), _size_of(path)
-            _require_bytes(file.name, sum(sizes.values()), bytes_max)
+            _require_size(file.name, sum(sizes.values()), bytes_max)
             if len(paths) > FILES_MAX:
                 raise ManifestError(
                     f"`{file.name}` names too many files of weights, limit {FILES_MAX}"
@@ -100,13 +100,13 @@ def inspect_files(file: Path, bytes_max: int) -> ModelFiles:
                 f"`{file.name}` refers to {length} bytes at {external.offset} of `{name}`, which "
                 f"has {sizes[name]}: it is truncated, or belongs to another model"
             )
-        _require_bytes(file.name, declared := declared + length, bytes_max)
+        _require_size(file.name, declared := declared + length, bytes_max)
     digests = {name: sha256_of(path) for name, path in paths.items()}
     return ModelFiles(paths, digests, sum(sizes.values()), stamps)
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """The stamp of a file, which changes with the file; None without a file."""
+    """Return a stamp that changes with the file; None if there is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -126,8 +126,8 @@ def require_pins(
 ) -> None:
     """Raise a `ManifestError` if a file of a model differs from the hash in its manifest.
 
-    Any file of the folder may be pinned, such as labels; those in `required` must be. `digests` are
-    hashes that are known already.
+    Any file of the folder may be pinned, such as labels; files in `required` must be pinned.
+    `digests` are hashes that are known already.
     """
     for name, pin in pins.items():
         found = digests.get(name) or sha256_of(path_inside(folder, name))
@@ -155,14 +155,14 @@ def folder_sha256(folder: Path) -> str:
 
     Byte code that the interpreter wrote is left out.
     """
-    paths = (each for each in folder.rglob("*") if each.is_file() and each.suffix != ".pyc")
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
     files = list(islice(paths, FILES_MAX + 1))
     if len(files) > FILES_MAX:
         return ""
-    return joined_sha256({each.relative_to(folder).as_posix(): sha256_of(each) for each in files})
+    return joined_sha256({file.relative_to(folder).as_posix(): sha256_of(file) for file in files})
 
 
-def _externals(file: Path) -> list[ExternalTensor]:
+def _external_tensors_of(file: Path) -> list[ExternalTensor]:
     try:
         # Mapped, not read, because the file can contain weights.
         raw = np.memmap(file, np.uint8, "r").data
@@ -195,7 +195,7 @@ def _size_of(path: Path) -> int:
     return status.st_size
 
 
-def _require_bytes(name: str, found: int, bytes_max: int) -> None:
+def _require_size(name: str, found: int, bytes_max: int) -> None:
     if found > bytes_max:
         raise ManifestError(
             f"`{name}` and its weights have {found} bytes or more, limit {bytes_max} "

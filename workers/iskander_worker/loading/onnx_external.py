@@ -1,7 +1,7 @@
 """External tensor data of an ONNX file: walks the protobuf for references to other files.
 
-The names decide which files the runtime opens. They are parsed as the runtime parses them, and
-ambiguous encodings are rejected.
+The references decide which files the runtime opens. They are parsed as the runtime parses them,
+and ambiguous encodings are rejected.
 
     stack frame of an open message:  kind, next offset, end, external data entries
 
@@ -17,12 +17,12 @@ from iskander.errors import ManifestError
 from iskander.foundation.varint import read_varint
 
 DEPTH_MAX = 64
-"""Nested messages; a model with a loop in a loop in a loop has about twenty."""
+"""Limit of nested messages; a model with a loop in a loop in a loop has about twenty."""
 FIELDS_MAX = 1 << 25
-"""Parsing so many takes under a minute. A tree ensemble of three million nodes has that many, a
-neural network some thousands."""
+"""Limit of the parsed fields; parsing them takes under a minute. A tree ensemble of three million
+nodes has that many fields, a neural network some thousands."""
 TENSORS_MAX = 1 << 18
-"""External tensors of one model file."""
+"""Limit of the external tensors of one model file."""
 ENTRY_FIELDS_MAX = 16
 NAME_BYTES_MAX = 1 << 16
 TAG_BITS = 32
@@ -46,7 +46,7 @@ _KEYS = ("location", "offset", "length")
 
 
 class ExternalTensor(NamedTuple):
-    """Location of a tensor's bytes; `length` is 0 for up to the end of the file."""
+    """Location of a tensor's bytes; a `length` of 0 means up to the end of the file."""
 
     location: str
     offset: int
@@ -54,9 +54,9 @@ class ExternalTensor(NamedTuple):
 
 
 def external_tensors(raw: memoryview, name: str) -> list[ExternalTensor]:
-    """Every reference of an ONNX file to other files, or a `ManifestError` if it is malformed."""
+    """Return every reference to another file; raise a `ManifestError` if the file is malformed."""
     found: list[ExternalTensor] = []
-    above: list[tuple[int, int, int, dict[str, str]]] = []
+    open_messages: list[tuple[int, int, int, dict[str, str]]] = []
     kind, at, stop = _MODEL, 0, len(raw)
     entries: dict[str, str] = {}
     fields = 0
@@ -67,32 +67,32 @@ def external_tensors(raw: memoryview, name: str) -> list[ExternalTensor]:
             if fields > FIELDS_MAX:
                 raise ManifestError(f"`{name}` has too many fields, limit {FIELDS_MAX}")
             number, begin, at = read_field(raw, at, stop, name)
-            below = inner.get(number)
-            if below is None or begin < 0:
+            inner_kind = inner.get(number)
+            if inner_kind is None or begin < 0:
                 continue
-            if below == _ENTRY:
+            if inner_kind == _ENTRY:
                 key, value = read_entry(raw, begin, at, name)
                 if key in _KEYS:
                     if key in entries:  # The runtime may use either.
                         raise ManifestError(f"`{name}` has a tensor with two entries `{key}`")
                     entries[key] = value
                 continue
-            above.append((kind, at, stop, entries))
-            if len(above) > DEPTH_MAX:
+            open_messages.append((kind, at, stop, entries))
+            if len(open_messages) > DEPTH_MAX:
                 raise ManifestError(f"`{name}` nests messages too deeply, limit {DEPTH_MAX}")
-            kind, at, stop, entries = below, begin, at, {}
+            kind, at, stop, entries = inner_kind, begin, at, {}
             inner = _INNER[kind]
         if "location" in entries:
             found.append(_external(entries, name))
             if len(found) > TENSORS_MAX:
                 raise ManifestError(f"`{name}` has too many external tensors, limit {TENSORS_MAX}")
-        if not above:
+        if not open_messages:
             return found
-        kind, at, stop, entries = above.pop()
+        kind, at, stop, entries = open_messages.pop()
 
 
 def read_entry(raw: memoryview, at: int, stop: int, name: str) -> tuple[str, str]:
-    """Key and value of an external data entry."""
+    """Return the key and value of an external data entry."""
     texts = {1: "", 2: ""}
     fields = 0
     while at < stop:
@@ -109,7 +109,7 @@ def read_entry(raw: memoryview, at: int, stop: int, name: str) -> tuple[str, str
 
 
 def read_field(raw: memoryview, at: int, stop: int, name: str) -> tuple[int, int, int]:
-    """Number of a field, start of its bytes (-1 for a number), and its end."""
+    """Return the number of a field, the start of its bytes (-1 for an integer), and its end."""
     tag = raw[at]
     if tag < 0x80:
         at += 1

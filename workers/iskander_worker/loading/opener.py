@@ -47,18 +47,21 @@ CRASH_RETRY_NS = 600 * clock.NS_PER_S
 """Time for which a model that crashed or hung its sandbox is not loaded again."""
 SANDBOX_S_MIN = 1.0
 TRIES = 3
-"""Attempts: an entry can be evicted between its creation and its opening."""
+"""Attempts to open an entry, which can be evicted between its creation and its opening."""
 
 _UNPINNED = ("manifest.toml", "manifest.toml.sig")
-"""In the model's own folder only, not in subfolders."""
+"""Files that a signature does not cover, if they are in the model's own folder."""
 
 
 class ModelSource(NamedTuple):
-    """Files to open and to write.
+    """Files that an open of a model reads and writes.
 
-    `optimised` is a copy to open in place of the model's file, `engines` a folder with engines of
-    TensorRT, or for them while `is_building`; `save_to` is the target of a new copy, with weights
-    in the file `save_weights` beside it.
+    Attributes:
+        optimised: Optimised copy, which is opened in place of the model's file.
+        engines: Folder of TensorRT's engines; they are written there if `is_building`.
+        libraries: Paths of operator libraries.
+        save_to: Target of a new optimised copy.
+        save_weights: Name of the file with the weights of the new copy, in the same folder.
     """
 
     optimised: Path | None = None
@@ -70,9 +73,9 @@ class ModelSource(NamedTuple):
 
 
 class OpenModel(Protocol):
-    """An opened model.
+    """An opened model; `notices` are for the operator.
 
-    `notices` are for the operator, `measurement` is that of its sandboxed load.
+    `measurement` is what the sandboxed load of the model found out; None without such a load.
     """
 
     notices: tuple[str, ...]
@@ -91,7 +94,8 @@ def open_model(
 ) -> ModelT:
     """Open a model, or raise a `ManifestError`.
 
-    `make` opens a source. `runtime` is the runtime's version; it does not use the copies of others.
+    `make` opens a `ModelSource`. `runtime` is the version of the runtime, which uses no optimised
+    copies of another version.
     """
     loading = spec.loading
     file = model_file(Path(spec.path))
@@ -185,11 +189,11 @@ def require_trusted(spec: ModelSpec) -> None:
 
 
 def _files_below(folder: Path) -> Iterator[str]:
-    """Files that a signature must cover: all but the signed manifest and its signature."""
+    """Yield the files that a signature must cover: all but the manifest and its signature."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if path.is_dir():
-            if path.is_symlink():  # `rglob` does not list the files behind it.
+            if path.is_symlink():  # `rglob` does not list the files behind the link.
                 raise ManifestError(f"`{name[:100]}` is a link to a folder, which cannot be signed")
         elif name not in _UNPINNED:
             yield name
@@ -200,7 +204,7 @@ def _is_shared(spec: ModelSpec, files: ModelFiles) -> bool:
 
 
 class _CachedLoad(NamedTuple):
-    """Load of a model by its entry in the cache, which one worker creates."""
+    """Load of a model through its cache entry, which the first worker creates."""
 
     store: WeightStore
     key: str
@@ -212,8 +216,8 @@ class _CachedLoad(NamedTuple):
     is_shared: bool
 
     def open(self, open_source: Callable[[ModelSource], ModelT]) -> ModelT:
-        """Open the model by its entry, which is created first if needed."""
-        # One worker runs the sandboxed load; the other workers of the model wait for its entry.
+        """Open the model through its entry; create the entry first if it is missing."""
+        # One worker runs the sandboxed load; other workers of the model wait for the new entry.
         deadline_ns = clock.now_ns() + int(self.seconds * clock.NS_PER_S)
         for _ in range(TRIES):
             with self.store.locked(self.key, deadline_ns):
@@ -226,7 +230,10 @@ class _CachedLoad(NamedTuple):
         raise ConfigError("the new entry was evicted before its use: raise loading.cache_bytes")
 
     def _find(self) -> Entry | None:
-        """The entry; None also for a crash of long ago or from before a restart of the machine."""
+        """Return the entry; None if there is none, or if it reports a crash of long ago.
+
+        A restart of the machine resets the clock, so an earlier crash counts as one of long ago.
+        """
         entry = self.store.find(self.key)
         if entry is None or not entry.record.refusal:
             return entry
@@ -235,8 +242,8 @@ class _CachedLoad(NamedTuple):
     def _add(self, deadline_ns: int) -> None:
         """Run the sandboxed load, and cache its verdict.
 
-        A timeout is reported and not cached if the load had less time, after a long wait for the
-        lock or after a crash of the copy.
+        A timeout is reported but not cached if the load had less time than usual, because it waited
+        long for the lock, or because a copy crashed before.
         """
         store, key, spec, cores, source, files, limit_s, is_shared = self
         has_engines = needs_engines(spec)
@@ -305,7 +312,7 @@ def _entry_key(
     runtime: str,
     more: list[object] | None = None,
 ) -> str:
-    """Name of an entry: a hash of everything that its content depends on."""
+    """Return the name of an entry: a hash of everything that its content depends on."""
     parts = [
         FORMAT,
         runtime,
@@ -324,13 +331,13 @@ def _entry_key(
 
 
 def _manifest_sha256(folder: Path) -> str:
-    """Hash of the manifest, which was read before; empty if there is none."""
+    """Return the hash of the manifest; empty if there is none."""
     manifest = folder / "manifest.toml"
     return sha256_of(manifest) if manifest.exists() else ""
 
 
 def _processor() -> list[str]:
-    """Model and features of the processor, which determine the layout of prepacked weights."""
+    """Return model and features of the processor, which determine the prepacked weights."""
     found = [platform.machine()]
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -342,7 +349,7 @@ def _processor() -> list[str]:
 
 
 def libraries_of(names: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """The paths of the operator libraries that a manifest requests.
+    """Return the paths of the operator libraries that a manifest requests.
 
     `names` are absolute paths, or packages with a function `get_library_path`. A `ManifestError` is
     raised if the operator does not allow a library, or it is not found.

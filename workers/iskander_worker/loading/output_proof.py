@@ -30,17 +30,17 @@ from iskander_worker.warm_up import from_body, to_body
 
 PATTERNS = (0x55, 0xAA)
 STAINS = 8
-"""Allocations of each result's size that are filled and freed, so that the next one reuses them."""
+"""Allocations of each result's size that are filled and freed, so that a run reuses the memory."""
 STAIN_BYTES_MAX = 1 << 26
 REPEATS = 2
-"""Rounds in which an element must have the patterns, because a value may equal one by chance."""
+"""Rounds in which an element must have the patterns: a value may equal a pattern by chance."""
 
 Batch = tuple[int, Mapping[str, np.ndarray]]
-"""Rows, and the arrays of the contract's inputs."""
+"""Number of rows, and the arrays of the contract's inputs by tensor."""
 
 
 class _FoundShape(NamedTuple):
-    """The shape of an output in a batch of `rows` rows, as a text for errors."""
+    """The shape of an output in a batch of `rows` rows; `text` describes it in errors."""
 
     rows: int
     is_expected: bool
@@ -74,7 +74,9 @@ class ProvedModel(Protocol):
 def unbound_outputs(
     model: ProvedModel, batches: Sequence[Batch], *, may_differ: bool = False
 ) -> tuple[int, ...]:
-    """Indices of the bound outputs that must be copied instead; none if the model binds nothing.
+    """Return the indices of the bound outputs that must be copied instead.
+
+    A model that binds no outputs has none.
 
     `may_differ`: the manifest accepts that batches of some rows have results of another shape.
 
@@ -87,7 +89,7 @@ def unbound_outputs(
     given = {tensor.name for tensor in model.graph.inputs}
     unbound = {name for name in names if name in given}  # An input is not written as an output.
     shapes: dict[str, list[_FoundShape]] = {name: [] for name in names}
-    ran: list[tuple[Batch, Arrays | None]] = []
+    ran: list[tuple[Batch, Arrays | None]] = []  # Batches with the results in the model's memory.
     for rows, arrays in batches:
         own: Arrays | None = None
         # Generated values may be invalid, and the runtime cannot return bfloat16.
@@ -123,10 +125,10 @@ def require_written(model: ProvedModel, batches: Iterable[Batch]) -> None:
     for rows, arrays in batches:
         suspect: dict[str, np.ndarray] = {}
         for round_number in range(REPEATS):
-            found = [_own_after_stain(model, rows, arrays, names, each) for each in PATTERNS]
+            found = [_own_after_stain(model, rows, arrays, names, pattern) for pattern in PATTERNS]
             if found[0] is None or found[1] is None:
                 break
-            stained = _stained(found[0], found[1])
+            stained = _pattern_masks(found[0], found[1])
             suspect = {
                 name: mask & suspect[name] if round_number else mask
                 for name, mask in stained.items()
@@ -145,8 +147,8 @@ def require_written(model: ProvedModel, batches: Iterable[Batch]) -> None:
 def _require_shapes(shapes: Mapping[str, Sequence[_FoundShape]]) -> None:
     """Require that an output has its declared shape in some batch, if possible of several rows."""
     for name, found in shapes.items():
-        several = [each for each in found if each.rows > 1] or found
-        if several and not any(each.is_expected for each in several):
+        several = [shape for shape in found if shape.rows > 1] or found
+        if several and not any(shape.is_expected for shape in several):
             raise ManifestError(
                 f"output `{name}` has the shape {several[0].text} by its declaration: every "
                 "request would fail"
@@ -160,7 +162,10 @@ def _not_written(
     own: Arrays | None,
     specs: tuple[TensorSpec, ...],
 ) -> set[str]:
-    """The outputs whose bound memory differs by its pattern, or from the runtime's own results."""
+    """Return the outputs whose bound memory depends on its pattern, or differs from `own`.
+
+    `own` are the results in the runtime's own memory; None if that run failed.
+    """
     found = [_bound_results(model, rows, arrays, pattern) for pattern in PATTERNS]
     different: set[str] = set()
     if found[0] is None or found[1] is None:
@@ -181,7 +186,7 @@ def _not_written(
 def _bound_results(
     model: ProvedModel, rows: int, arrays: Mapping[str, np.ndarray], pattern: int
 ) -> dict[str, np.ndarray] | None:
-    """The results of a bound run over memory with a pattern; None if it fails."""
+    """Return the results of a bound run over memory with a pattern; None if the run fails."""
     specs = model.contract.outputs
     inputs = to_body(model.contract.inputs, rows, arrays)
     outputs = np.full(body_layout(specs, rows)[1] + 64, pattern, np.uint8)
@@ -203,7 +208,10 @@ def _own_after_stain(
     names: Sequence[str],
     pattern: int,
 ) -> dict[str, np.ndarray] | None:
-    """The model's own results after memory of their sizes was filled and freed; None: it failed."""
+    """Return results in the model's own memory, after memory of their sizes was filled and freed.
+
+    None if the run fails.
+    """
     lengths = [spec.buffer_bytes(rows) for spec in model.contract.outputs if not spec.is_string]
     sizes = [length for length in lengths if 0 < length <= STAIN_BYTES_MAX]
     model.stain(sizes, pattern)
@@ -221,18 +229,18 @@ def stain_memory(lengths: Sequence[int], pattern: int) -> None:
         kept.clear()
 
 
-def _stained(
+def _pattern_masks(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Masks of the elements that have the pattern of its run in both results."""
+    """Return masks of the elements with the first pattern in `first` and the second in `second`."""
     found = {}
     for name, one in first.items():
         other = second[name]
         if one.dtype.kind == "O" or one.shape != other.shape or not one.size:
             continue
         pair = [
-            np.ascontiguousarray(each).reshape(-1).view(np.uint8).reshape(one.size, -1)
-            for each in (one, other)
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(one.size, -1)
+            for array in (one, other)
         ]
         masks = [(raw == pattern).all(axis=1) for raw, pattern in zip(pair, PATTERNS, strict=True)]
         found[name] = masks[0] & masks[1]
@@ -240,14 +248,17 @@ def _stained(
 
 
 def _has_patterns(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether an element has the pattern of its run in both results."""
+    """Whether an element has the first pattern in `one` and the second pattern in `other`."""
     if one.dtype == np.bool_:  # A boolean is one bit, in which no pattern can be recognized.
         return True
-    return any(bool(mask.any()) for mask in _stained({"": one}, {"": other}).values())
+    return any(bool(mask.any()) for mask in _pattern_masks({"": one}, {"": other}).values())
 
 
 def _equal(one: np.ndarray, other: np.ndarray, *, is_exact: bool) -> bool:
-    """Whether results are equal; NaN equals NaN. Not `is_exact`: within the rounding of a GPU."""
+    """Whether results are equal, or equal within the rounding of a GPU unless `is_exact`.
+
+    NaN equals NaN.
+    """
     if one.dtype.kind != "f":
         return bool(np.array_equal(one, other))
     if is_exact:

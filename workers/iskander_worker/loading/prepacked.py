@@ -33,12 +33,14 @@ def align_weights(model: Path, weights: Path) -> None:
         return  # All tensors are small enough to be stored in the model file.
     raw = memoryview(model.read_bytes())
     with weights.open("r+b") as stream:
-        aligned = _align(raw, 0, len(raw), _ENTRY_PATH, stream)
+        aligned = _align_message(raw, 0, len(raw), _ENTRY_PATH, stream)
     model.write_bytes(aligned)
 
 
-def _align(raw: memoryview, at: int, stop: int, path: tuple[int, ...], stream: BinaryIO) -> bytes:
-    """Return a message with aligned entries at a field path."""
+def _align_message(
+    raw: memoryview, at: int, stop: int, path: tuple[int, ...], stream: BinaryIO
+) -> bytes:
+    """Return a message in which the entries at a field path have aligned weights."""
     parts: list[bytes | memoryview] = []
     while at < stop:
         start = at
@@ -47,7 +49,7 @@ def _align(raw: memoryview, at: int, stop: int, path: tuple[int, ...], stream: B
             parts.append(raw[start:at])
             continue
         if len(path) > 1:
-            inner = _align(raw, begin, at, path[1:], stream)
+            inner = _align_message(raw, begin, at, path[1:], stream)
         else:
             inner = _align_entry(raw, begin, at, stream)
         parts += [encode_varint(number << 3 | 2), encode_varint(len(inner)), inner]

@@ -16,7 +16,7 @@ FIRST_S = 10.0
 
 
 class Progress:
-    """The running step, if there is one; of one loading thread."""
+    """The running step of one loading thread, if there is one."""
 
     def __init__(self) -> None:
         self._step: tuple[str, int] | None = None
@@ -33,7 +33,7 @@ class Progress:
             self._step = None
 
     def due(self, at_ns: int) -> tuple[str, float] | None:
-        """The step and its time in seconds, if a report is due."""
+        """Return the step and its run time in seconds, if a report is due."""
         step = self._step
         if step is None:
             return None
@@ -47,4 +47,4 @@ class Progress:
 
 
 progress = Progress()
-"""Of this process's loading thread."""
+"""Progress of the loading thread of this process."""

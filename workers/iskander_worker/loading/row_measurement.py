@@ -45,26 +45,26 @@ RARE = (((float("nan"),), "NaN"), ((float("inf"), float("-inf")), "infinities"))
 MARKERS = (0.0, -1.0, 1.0, -9.0, 9.0, -99.0, 99.0, -999.0, 999.0, -9999.0, 9999.0, 255.0)
 """Floats that often stand for a missing value, which a model may replace by a mean of the batch."""
 ZEROS = (Values(low=0, high=1), Values(low=-2))
-"""Kinds of integers that end the process of a graph that divides by them."""
+"""Kinds of integers for which a graph that divides by its input ends the process."""
 INTEGER_MARKERS = (0, -1, -2, -9, 99, -99, 999, -999, 127, 255, 9999, -9999, 32767)
-"""The same for integers; 0 and -1 not for a graph that divides integers."""
+"""Integers that often stand for a missing value; 0 and -1 are left out if a graph may divide."""
 LARGE_INTEGERS = (10**5, 10**6, 10**9, 10**13)
 """Integers beyond usual thresholds, such as those of times in milliseconds."""
-LARGE = 1e4
-"""Generated floats do not reach beyond a constant of this size, so its double is tried too."""
+LARGE_CONSTANT = 1e4
+"""Larger constants are tried doubled too, because generated floats do not exceed them."""
 FAR_ROWS = 1024
-FAREST_ROWS = 65_536
-"""The default of `models.max_batch_rows`."""
+FAR_ROWS_MAX = 65_536
+"""Rows of the largest batch: the default of `models.max_batch_rows`."""
 FAR_BYTES_MAX = 32 << 20
 """Limit of the inputs and results of a batch of more than `FAR_ROWS` rows."""
 FAR_STEP = 4
 FAR_S = 0.5
-"""Limit of the time of a batch of more than `FAR_ROWS`. The time is predicted from the batch
-before it, as that of a model whose cost grows with the square of the rows."""
+"""Limit of the time of a batch of more than `FAR_ROWS` rows. The time is predicted from the
+previous batch, as if it grew with the square of the rows."""
 SMALL_SHARE = 0.05
 """Largest difference of `approximate` results, as a share of the results of all rows."""
 SEARCHED_ROWS = 512
-"""Rows of a batch that is searched for rows with different results of an output."""
+"""Rows of a batch in which rows with different results are searched."""
 MEASURE_S = 20.0
 WHAT_TO_DO = "add warm-up samples with different results, or `combine` to the manifest"
 
@@ -75,9 +75,9 @@ class Extent(NamedTuple):
     """Sizes and number of the batches that a measurement runs.
 
     Attributes:
-        rows: Rows of a kind of values that are compared.
-        padded: Rows of a batch whose last row is repeated.
-        many: Rows of a batch with many other rows.
+        rows: Number of rows that are compared for a kind of values.
+        padded: Number of rows of a batch whose last row is repeated.
+        many: Number of rows of a batch with many other rows.
         kinds: Number of kinds of values.
         total: Approximate number of the rows of all batches.
     """
@@ -94,9 +94,9 @@ EXTENTS = (
     Extent(rows=4, padded=6, many=16, kinds=2, total=130),
     Extent(rows=3, padded=4, many=6, kinds=1, total=40),
 )
-"""The first one whose predicted time fits is used; a row of a large model can take a second."""
+"""The first extent whose predicted time fits is used; a row of a large model can take a second."""
 TIME_SHARE = 0.4
-"""Share of the time limit that the prediction may use."""
+"""Share of the time limit within which the predicted time must be."""
 
 
 class MeasuredModel(Protocol):
@@ -105,13 +105,13 @@ class MeasuredModel(Protocol):
     contract: Contract
 
     def results(self, rows: int, arrays: Arrays, run: Run) -> dict[str, np.ndarray]:
-        """The results of a batch by name, or raise `ExecutionFailed` or `ContractError`."""
+        """Return the results of a batch by name; raise `ExecutionFailed` or `ContractError`."""
 
 
 class RowVerdict(NamedTuple):
-    """Whether rows affect each other, and what was run and found.
+    """Whether rows of a batch affect each other's results, and what was run and found.
 
-    `has_other_rows`: a batch had another number of results than rows.
+    `has_other_rows`: the number of results of a batch differed from its number of rows.
     """
 
     verdict: Verdict
@@ -122,7 +122,7 @@ class RowVerdict(NamedTuple):
 class _Difference(NamedTuple):
     """A result that differs from the reference.
 
-    `share` is its difference as a share of the results of all rows; 1 if the batch fails.
+    `share` is the difference as a share of the results of all rows; 1 if the batch fails.
     """
 
     share: float
@@ -140,7 +140,7 @@ class _Dependent(Exception):
 def measure_rows(
     model: MeasuredModel,
     samples: Arrays,
-    choices: Mapping[str, Sequence[str]],
+    accepted_texts: Mapping[str, Sequence[str]],
     graph_file: Path,
     *,
     is_confined: bool,
@@ -152,17 +152,17 @@ def measure_rows(
     Args:
         model: The model.
         samples: Recorded inputs of a few rows by tensor; empty for none.
-        choices: Texts that an input accepts, by tensor.
+        accepted_texts: The only texts that an input accepts, by tensor; other inputs accept any.
         graph_file: File whose words are used as texts.
-        is_confined: A crash ends only the process of this load. Otherwise values are those that
-            crash no known operator.
+        is_confined: A crash ends only the process of this load. Unless it does, the measurement
+            runs no values that crash a known operator.
         seconds: Time limit.
         on_risk: Called with the verdict so far before batches that may end a confined process.
     """
     fixed = model.contract.rows_fixed
     if fixed == 1:
         return RowVerdict("independent", "the graph runs one row at a time")
-    measurement = _Measurement(model, choices, fixed, seconds)
+    measurement = _Measurement(model, accepted_texts, fixed, seconds)
     try:
         verdict = measurement.verdict(samples, graph_file, is_confined=is_confined)
         if verdict.verdict == "independent" and on_risk is not None and measurement.has_risk:
@@ -170,9 +170,9 @@ def measure_rows(
             return measurement.verdict_with_zeros()
         return verdict
     except _Dependent as evidence:
-        return RowVerdict("dependent", _evidence(str(evidence)), has_other_rows=True)
+        return RowVerdict("dependent", _shortened(str(evidence)), has_other_rows=True)
     except _Undecided as reason:
-        return RowVerdict("undecided", _evidence(str(reason)))
+        return RowVerdict("undecided", _shortened(str(reason)))
     finally:
         measurement.close()
 
@@ -180,19 +180,20 @@ def measure_rows(
 class _Measurement:
     """State of one measurement; `close` stops its timer.
 
-    A similar batch has rows of one magnitude, an unlike batch has others of another magnitude too.
+    `_worst_similar` is the largest difference in batches whose rows have one magnitude,
+    `_worst_unlike` that in batches which also have rows of another magnitude.
     """
 
     def __init__(
         self,
         model: MeasuredModel,
-        choices: Mapping[str, Sequence[str]],
+        accepted_texts: Mapping[str, Sequence[str]],
         fixed: int | None,
         seconds: float,
     ) -> None:
         self._model = model
         self._fixed = fixed
-        self._generator = RowGenerator(model.contract.inputs, choices)
+        self._generator = RowGenerator(model.contract.inputs, accepted_texts)
         self._dtypes = {spec.tensor: spec.type.dtype_name for spec in model.contract.outputs}
         self._names = list(self._dtypes)
         self._seconds = seconds
@@ -217,7 +218,7 @@ class _Measurement:
         self._timer.cancel()
 
     def verdict(self, samples: Arrays, graph_file: Path, *, is_confined: bool) -> RowVerdict:
-        """Compare the rows of each kind of values, and judge the differences."""
+        """Compare the rows of each kind of values with their references; judge the differences."""
         self._is_confined = is_confined
         self._extent = self._choose_extent()
         self._constants = constants_of(graph_file)
@@ -230,11 +231,11 @@ class _Measurement:
                 self._examine(values, self._generator.rows(count, values, seed=number))
         if not self._has_difference and self._kinds_examined:
             for rare, text in RARE:
-                for each in self._rare_rows(rare, text):
-                    self._worst_similar = _larger_of(self._worst_similar, each)
+                for found in self._compare_rare_rows(rare, text):
+                    self._worst_similar = _larger_of(self._worst_similar, found)
             for marker in self._float_markers():
-                for each in self._rare_rows((marker,), f"{marker:g}"):
-                    self._worst_similar = _larger_of(self._worst_similar, each)
+                for found in self._compare_rare_rows((marker,), f"{marker:g}"):
+                    self._worst_similar = _larger_of(self._worst_similar, found)
             self._compare_integer_markers(is_confined=is_confined)
         if not self._has_difference and self._fixed is None:
             self._search_other_results(kinds)
@@ -259,8 +260,8 @@ class _Measurement:
     def _compare_integer_markers(self, *, is_confined: bool) -> None:
         """Compare rows with integers that often stand for a missing value."""
         for number in self._integer_markers(is_confined=is_confined):
-            for each in self._rare_rows((), f"{number}", number):
-                self._worst_similar = _larger_of(self._worst_similar, each)
+            for found in self._compare_rare_rows((), f"{number}", number):
+                self._worst_similar = _larger_of(self._worst_similar, found)
 
     def _examine(self, values: Values, rows: Arrays) -> None:
         """Compare the results of rows in all batches with the reference, unless its runs fail."""
@@ -271,17 +272,17 @@ class _Measurement:
         self._kinds_examined += 1
         self._require_repeatable(rows, found)
         self._note_varied(found)
-        for each in self._same_magnitude(rows, found, values):
+        for each in self._compare_same_magnitude(rows, found, values):
             self._worst_similar = _larger_of(self._worst_similar, each)
-        for each in self._other_magnitudes(rows, found, values):
+        for each in self._compare_other_magnitudes(rows, found, values):
             self._worst_unlike = _larger_of(self._worst_unlike, each)
-        neighbours = [self._rare_neighbours]
+        comparisons = [self._compare_among_rare]
         if self._kinds_examined == 1 and self._extent is EXTENTS[0]:
-            neighbours.append(self._constant_neighbours)
-        for differences in neighbours:
+            comparisons.append(self._compare_among_constants)
+        for differences in comparisons:
             if not self._has_difference:
-                for each in differences(rows, found, values):
-                    self._worst_unlike = _larger_of(self._worst_unlike, each)
+                for worse in differences(rows, found, values):
+                    self._worst_unlike = _larger_of(self._worst_unlike, worse)
 
     @property
     def _has_difference(self) -> bool:
@@ -292,7 +293,10 @@ class _Measurement:
         return self._worst_similar is not None and self._worst_similar.share > SMALL_SHARE
 
     def _search_other_results(self, kinds: Sequence[Values]) -> None:
-        """Search and examine rows for which outputs differ that have not varied, such as labels."""
+        """Search and examine rows with different results, for outputs that have not varied yet.
+
+        Labels are such outputs: few rows may all have the same one.
+        """
         for values in kinds:
             if not self._kinds_examined or self._varied_outputs == set(self._names):
                 return
@@ -306,18 +310,18 @@ class _Measurement:
                 different = (n for n, row in enumerate(others, 1) if not _is_same(first, row))
                 wanted.update(islice(different, 2))
             if len(wanted) > 2:
-                self._examine(values, _take(many, sorted(wanted)))
+                self._examine(values, _rows_at(many, sorted(wanted)))
 
     def _judge(self) -> RowVerdict:
-        """The verdict for the largest differences."""
+        """Return the verdict for the largest differences."""
         similar, unlike = self._worst_similar, self._worst_unlike
         if similar is not None:
             if similar.share > SMALL_SHARE:
-                return RowVerdict("dependent", _evidence(similar.text))
-            return RowVerdict("approximate", _evidence((unlike or similar).text))
+                return RowVerdict("dependent", _shortened(similar.text))
+            return RowVerdict("approximate", _shortened((unlike or similar).text))
         if unlike is not None:
             is_small = unlike.share <= SMALL_SHARE
-            return RowVerdict("approximate" if is_small else "dependent", _evidence(unlike.text))
+            return RowVerdict("approximate" if is_small else "dependent", _shortened(unlike.text))
         if not self._kinds_examined:
             raise _Undecided(f"no batch of generated rows runs: {self._first_error}; {WHAT_TO_DO}")
         same = [name for name in self._names if name not in self._varied_outputs]
@@ -359,12 +363,12 @@ class _Measurement:
 
     @property
     def _row_bytes(self) -> int:
-        """Bytes of a row of all inputs and results."""
+        """Bytes of one row in all inputs and results."""
         specs = (*self._model.contract.inputs, *self._model.contract.outputs)
         return max(sum(spec.buffer_bytes(FAR_ROWS) for spec in specs) // FAR_ROWS, 1)
 
     def _kinds(self, *, is_confined: bool) -> list[Values]:
-        """The kinds of values to try."""
+        """Return the kinds of values to try."""
         generator = self._generator
         kinds = [Values()]
         if is_confined and generator.has_integers:
@@ -381,10 +385,13 @@ class _Measurement:
         return kinds
 
     def _reference(self, rows: Arrays) -> dict[str, np.ndarray] | str:
-        """The results of each row alone, or of a batch of the fixed size; a text if a run fails."""
+        """Return results of the rows alone, or in a batch of the fixed size.
+
+        A text if a run fails.
+        """
         if self._fixed is not None:
             return self._results(rows)
-        first = self._results(_take(rows, [0]))
+        first = self._results(_rows_at(rows, [0]))
         if isinstance(first, str):
             whole = self._results(rows)
             if isinstance(whole, str):
@@ -392,7 +399,7 @@ class _Measurement:
             raise _Undecided(f"a batch of one row fails, and one of several rows runs: {first}")
         parts = [first]
         for index in range(1, _row_count(rows)):
-            part = self._results(_take(rows, [index]))
+            part = self._results(_rows_at(rows, [index]))
             if isinstance(part, str):
                 return part
             parts.append(part)
@@ -400,9 +407,9 @@ class _Measurement:
 
     def _require_repeatable(self, rows: Arrays, found: dict[str, np.ndarray]) -> None:
         """Raise `_Undecided` if two runs of the same rows have different results."""
-        first = rows if self._fixed is not None else _take(rows, [0])
+        first = rows if self._fixed is not None else _rows_at(rows, [0])
         again = self._results(first)
-        expected = found if self._fixed is not None else _take(found, [0])
+        expected = found if self._fixed is not None else _rows_at(found, [0])
         if isinstance(again, str):
             raise _Undecided(f"a batch that ran before fails: {again}")
         for name in self._names:
@@ -410,58 +417,60 @@ class _Measurement:
                 raise _Undecided(f"output `{name}` differs between two runs of the same rows")
 
     def _note_varied(self, found: Mapping[str, np.ndarray]) -> None:
-        """Note the outputs that have different results for different rows."""
+        """Remember the outputs that have different results for different rows."""
         for name in self._names:
             result = found[name]
             if any(not _is_same(result[0], row) for row in result[1:]):
                 self._varied_outputs.add(name)
 
-    def _same_magnitude(
+    def _compare_same_magnitude(
         self, rows: Arrays, found: dict[str, np.ndarray], values: Values
     ) -> Iterator[_Difference]:
-        """Differences in batches of rows of the same magnitude."""
+        """Yield differences in batches whose rows have the same magnitude."""
         count = _row_count(rows)
         indices = list(range(count))
         backwards = indices[::-1]
         if self._fixed is not None:
-            yield from self._compare(_take(rows, backwards), found, backwards, "in reverse")
+            yield from self._compare(_rows_at(rows, backwards), found, backwards, "in reverse")
             for index in sorted({0, count // 2, count - 1}):
-                repeated = _take(rows, [index] * count)
+                repeated = _rows_at(rows, [index] * count)
                 yield from self._compare(repeated, found, [index] * count, "in a batch of copies")
                 other = self._generator.rows(count, values, seed=100 + index)
                 yield from self._compare_one(rows, found, index, other, "with other rows")
             return
         yield from self._compare(rows, found, indices, f"in a batch of {count} rows")
-        yield from self._compare(_take(rows, backwards), found, backwards, "in reverse")
+        yield from self._compare(_rows_at(rows, backwards), found, backwards, "in reverse")
         for part in (indices[: count // 3 + 1], indices[count // 3 + 1 :]):
-            yield from self._compare(_take(rows, part), found, part, f"in a part of {len(part)}")
+            yield from self._compare(_rows_at(rows, part), found, part, f"in a part of {len(part)}")
         padded = indices + [count - 1] * max(self._extent.padded - count, 1)
-        yield from self._compare(_take(rows, padded), found, padded, "with the last row repeated")
+        yield from self._compare(
+            _rows_at(rows, padded), found, padded, "with the last row repeated"
+        )
         total = max(self._extent.many, 2 * count)
         many = self._generator.rows(total - count, values, seed=99)
         if not isinstance(self._results(many), str):
             joined = {name: np.concatenate([rows[name], many[name]]) for name in rows}
             yield from self._compare(joined, found, indices, f"in a batch of {total} rows")
-        yield from self._behind_many(rows, found, values)
+        yield from self._compare_behind_many(rows, found, values)
 
-    def _behind_many(
+    def _compare_behind_many(
         self, rows: Arrays, found: dict[str, np.ndarray], values: Values
     ) -> Iterator[_Difference]:
-        """Differences at the end of large batches; only once for a measurement."""
+        """Yield differences at the end of large batches, which a measurement runs only once."""
         total, self._far_rows = self._far_rows, 0
         taken_s = 0.0
         while 0 < total * self._row_bytes <= FAR_BYTES_MAX and taken_s * FAR_STEP**2 < FAR_S:
-            if total > FAREST_ROWS or self._has_difference:
+            if total > FAR_ROWS_MAX or self._has_difference:
                 return
             begun_ns = now_ns()
-            yield from self._behind(total, rows, found, values)
+            yield from self._compare_behind(total, rows, found, values)
             taken_s = (now_ns() - begun_ns) / NS_PER_S
             total *= FAR_STEP
 
-    def _behind(
+    def _compare_behind(
         self, total: int, rows: Arrays, found: dict[str, np.ndarray], values: Values
     ) -> Iterator[_Difference]:
-        """Differences at the end of a batch of `total` rows, unless the others alone fail."""
+        """Yield differences at the end of a batch of `total` rows, unless its other rows fail."""
         count = _row_count(rows)
         if total <= count:
             return
@@ -474,10 +483,10 @@ class _Measurement:
         own = list(range(before, total))
         yield from self._compare(joined, found, list(range(count)), f"behind {before} rows", own)
 
-    def _rare_neighbours(
+    def _compare_among_rare(
         self, rows: Arrays, found: dict[str, np.ndarray], values: Values
     ) -> Iterator[_Difference]:
-        """Differences among rows with NaN, infinities, very large values, zeros and negatives."""
+        """Yield differences among rows with NaN, infinities, large values, zeros, negatives."""
         kinds: list[tuple[Values, str]] = []
         if self._generator.has_floats:
             pairs = (*RARE, ((1e9, -1e9), "values of 1e9"), ((1e13, -1e13), "values of 1e13"))
@@ -487,13 +496,13 @@ class _Measurement:
             kinds.append((values._replace(low=-2, high=-1), "negative values"))
         for kind, text in kinds:
             others = self._generator.rows(_row_count(rows), kind, seed=94)
-            yield from self._among(rows, found, others, f"among rows with {text}")
+            yield from self._compare_among(rows, found, others, f"among rows with {text}")
 
-    def _constant_neighbours(
+    def _compare_among_constants(
         self, rows: Arrays, found: dict[str, np.ndarray], values: Values
     ) -> Iterator[_Difference]:
-        """Differences among rows with constants of the graph, their doubles and large integers."""
-        own = [each for number in self._constants.numbers for each in (number, 2 * number)]
+        """Yield differences among rows with the graph's constants, doubles, large integers."""
+        own = [value for number in self._constants.numbers for value in (number, 2 * number)]
         kinds: list[tuple[Values, str]] = []
         if self._generator.has_floats:
             kinds += [(values._replace(rare=(number,)), f"{number:g}") for number in own]
@@ -505,30 +514,34 @@ class _Measurement:
             ]
         for kind, text in kinds:
             others = self._generator.rows(_row_count(rows), kind, seed=90)
-            yield from self._among(rows, found, others, f"among rows with {text}")
+            yield from self._compare_among(rows, found, others, f"among rows with {text}")
 
     def _float_markers(self) -> list[float]:
-        """The floats to try as markers: usual ones, and constants of the graph."""
+        """Return the floats to try as markers: usual ones, and constants of the graph."""
         if self._extent is not EXTENTS[0]:
             return []
         own = list(self._constants.numbers)
-        own += [2 * number for number in own if abs(number) > LARGE]
+        own += [2 * number for number in own if abs(number) > LARGE_CONSTANT]
         return list(dict.fromkeys((*MARKERS, *own)))
 
     def _integer_markers(self, *, is_confined: bool) -> list[int]:
-        """The integers to try as markers; none where one could end the process of a worker."""
+        """Return the integers to try as markers.
+
+        None if a marker could end the process of a worker.
+        """
         if not is_confined or self._extent is not EXTENTS[0] or self._worst_similar is not None:
             return []
         own = [int(number) for number in self._constants.numbers if number == int(number)]
         markers = dict.fromkeys((*INTEGER_MARKERS, *own))
-        return [each for each in markers if self._may_be_zero or each not in (0, -1)]
+        return [marker for marker in markers if self._may_be_zero or marker not in (0, -1)]
 
-    def _rare_rows(
+    def _compare_rare_rows(
         self, rare: tuple[float, ...], text: str, rare_integer: int | None = None
     ) -> Iterator[_Difference]:
-        """Differences of rows with rare values, such as NaN, between two sets of other rows.
+        """Yield differences of rows with rare values, such as NaN, between two sets of other rows.
 
-        Only the second set has these values too: large ones alone would decide a mean of the batch.
+        Only the second set has these values too: without other rows that have none, large values
+        would decide a mean of the batch.
         The rows have the same positions in both batches, because the runtime may compute a maximum
         with NaN differently at another position.
         """
@@ -536,7 +549,7 @@ class _Measurement:
         if not (generator.has_floats if rare else generator.has_integers):
             return
         count = self._fixed or 2 * self._extent.rows
-        own = list(range(1, count - 1, 2))  # The first and the last row are of others.
+        own = list(range(1, count - 1, 2))  # The first and the last row are other rows.
         first = self._generator.rows(count, Values(), seed=92)
         high = 2 if rare else 9
         kind = Values(rare=rare, rare_integer=rare_integer)
@@ -547,35 +560,37 @@ class _Measurement:
                 batch[name][own] = rows[name][own]
         found = self._results(first)
         if not isinstance(found, str) and not isinstance(self._results(second), str):
-            expected = _take(found, own)
+            expected = _rows_at(found, own)
             indices = list(range(len(own)))
             yield from self._compare(
                 second, expected, indices, f"with {text} among other rows", own
             )
 
-    def _other_magnitudes(
+    def _compare_other_magnitudes(
         self, rows: Arrays, found: dict[str, np.ndarray], values: Values
     ) -> Iterator[_Difference]:
-        """Differences among rows whose values are much larger or much smaller."""
+        """Yield differences among rows whose values are much larger or much smaller."""
         if not self._generator.has_floats:
             return
         count = _row_count(rows)
         for factor in (MAGNITUDE, 1 / MAGNITUDE):
             scaled = values._replace(scale=values.scale * factor)
             others = self._generator.rows(count, scaled, seed=98)
-            yield from self._among(rows, found, others, f"among rows {factor:g} times as large")
+            yield from self._compare_among(
+                rows, found, others, f"among rows {factor:g} times as large"
+            )
 
-    def _among(
+    def _compare_among(
         self, rows: Arrays, found: dict[str, np.ndarray], others: Arrays, text: str
     ) -> Iterator[_Difference]:
-        """Differences of rows among others, unless the others alone fail."""
+        """Yield differences of rows among other rows, unless the other rows fail alone."""
         count = _row_count(rows)
         if self._fixed is not None:
             for index in sorted({0, count - 1}):
                 yield from self._compare_one(rows, found, index, others, text)
         elif not isinstance(self._results(others), str):
             pairs = {name: np.stack([others[name], rows[name]], axis=1) for name in rows}
-            mixed = {  # The first and the last row are of others.
+            mixed = {  # The first and the last row are other rows.
                 name: np.concatenate([pair.reshape(2 * count, *pair.shape[2:]), others[name][-1:]])
                 for name, pair in pairs.items()
             }
@@ -585,7 +600,7 @@ class _Measurement:
     def _compare_one(
         self, rows: Arrays, found: dict[str, np.ndarray], index: int, others: Arrays, text: str
     ) -> Iterator[_Difference]:
-        """Differences of one row in a batch of other rows, unless the others alone fail."""
+        """Yield differences of one row in a batch of other rows, unless the other rows fail."""
         if isinstance(self._results(others), str):
             return
         mixed = {name: others[name].copy() for name in rows}
@@ -601,14 +616,14 @@ class _Measurement:
         text: str,
         at: Sequence[int] | None = None,
     ) -> Iterator[_Difference]:
-        """Differences of a batch from the reference.
+        """Yield differences of a batch from the reference.
 
         Args:
             batch: The inputs.
             found: Results of the reference.
             indices: Rows of the reference that are in the batch.
-            text: How they run, for the evidence.
-            at: Positions of these rows in the batch; by default the first ones.
+            text: How the rows run, for the evidence.
+            at: Positions of these rows in the batch; by default the first positions.
         """
         results = self._results(batch)
         if isinstance(results, str):
@@ -639,7 +654,7 @@ class _Measurement:
         return mismatches(one, expected, self._dtypes[name], scale)
 
     def _results(self, rows: Arrays) -> dict[str, np.ndarray] | str:
-        """The results of a batch, or the text of its error."""
+        """Return the results of a batch, or the text of its error."""
         if self._is_late:
             self._raise_late()
         self._run = Run(is_trial=True)
@@ -661,8 +676,8 @@ class _Measurement:
         self._run.abort()
 
 
-def _take(arrays: Arrays, indices: Sequence[int]) -> dict[str, np.ndarray]:
-    """Rows with these indices."""
+def _rows_at(arrays: Arrays, indices: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return the rows with these indices."""
     return {name: array[list(indices)] for name, array in arrays.items()}
 
 
@@ -680,5 +695,5 @@ def _larger_of(one: _Difference | None, other: _Difference) -> _Difference:
     return other if one is None or other.share > one.share else one
 
 
-def _evidence(text: str) -> str:
+def _shortened(text: str) -> str:
     return shorten(text, EVIDENCE_CHARACTERS_MAX)

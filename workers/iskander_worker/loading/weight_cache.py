@@ -40,11 +40,14 @@ RECORD, MODEL, WEIGHTS = "entry.json", "model.onnx", "weights.bin"
 
 @thread_safe
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Verdict of the sandboxed load of a model (`Verdict`), at a time of the monotonic clock.
+    """Result of the sandboxed load of a model, as in `Verdict`.
 
-    `measurement` is None for a load that ended before it.
-
-    `digests` has the SHA-256 of the files beside the record; it is empty without shared weights.
+    Attributes:
+        digests: SHA-256 of the files beside the record; empty if no weights are shared.
+        note: Why no weights are shared.
+        refusal: How the model crashed or hung its sandbox.
+        refused_ns: Time of the refusal, on the monotonic clock.
+        measurement: None if the load ended before the measurement.
     """
 
     format: int
@@ -56,7 +59,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Entry(NamedTuple):
-    """A record, its folder, and the optimised model; None if weights are not shared."""
+    """A record, its folder, and the optimised model, which is None if weights are not shared."""
 
     record: Record
     folder: Path
@@ -75,12 +78,12 @@ class WeightStore:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder = folder.resolve(strict=True)
-            _require_own(self._folder)
+            _require_trusted_folder(self._folder)
         except OSError as error:
             raise ConfigError(f"loading.cache cannot be used: {error.strerror}") from None
 
     def find(self, key: str) -> Entry | None:
-        """The valid entry of a model, or None. The caller holds its lock."""
+        """Return the entry with this key if it is valid, else None. The caller holds its lock."""
         folder = self._folder / key
         try:
             raw = (folder / RECORD).read_bytes()
@@ -119,7 +122,7 @@ class WeightStore:
         """Publish the prepared entry atomically. The caller holds its lock exclusively."""
         new, folder = self._folder / f".new-{key}", self._folder / key
         try:
-            names = sorted(each.name for each in new.iterdir())
+            names = sorted(file.name for file in new.iterdir())
             if len(names) > FILES_MAX:
                 raise ConfigError(f"its entry has {len(names)} files, limit {FILES_MAX}")
             size = sum((new / name).stat().st_size for name in names)
@@ -150,7 +153,7 @@ class WeightStore:
 
     @contextlib.contextmanager
     def locked(self, key: str, deadline_ns: int, *, is_exclusive: bool = False) -> Iterator[None]:
-        """Hold the lock of an entry, shared or exclusively."""
+        """Hold the lock of an entry during the block, shared or exclusively."""
         path = self._lock_path(key)
         while True:
             try:
@@ -171,7 +174,7 @@ class WeightStore:
         return self._folder / f"{key}.lock"
 
     def _evict(self, kept: str) -> None:
-        """Remove the least recently used entries that are not locked, until all fit."""
+        """Remove the least recently used entries that are not locked, until the others fit."""
         used = []
         for folder in self._folder.iterdir():
             if folder.is_dir() and folder.name != kept:
@@ -186,7 +189,7 @@ class WeightStore:
                 total, count = total - length, count - 1
 
     def _used_ns(self, folder: Path) -> int:
-        """Time of an entry's last use; 0 if its creation or removal was interrupted."""
+        """Return the time of an entry's last use; 0 if its creation or removal was interrupted."""
         if folder.name.startswith(".new-"):
             return 0
         record = folder / RECORD
@@ -212,7 +215,7 @@ class WeightStore:
 
 
 def _lock(path: Path, kind: int) -> int | None:
-    """Lock a file without waiting; None if it is locked, or was replaced meanwhile."""
+    """Lock a file without waiting; return None if another process has locked or replaced it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
@@ -228,16 +231,16 @@ def _unwritable(error: OSError) -> ConfigError:
     return ConfigError(f"loading.cache cannot be written: {error.strerror}")
 
 
-def _require_own(folder: Path) -> None:
-    """Require that only this user can write a folder, and only this user or root can replace it."""
-    for each in (folder, *folder.parents):
-        status = each.stat()
+def _require_trusted_folder(folder: Path) -> None:
+    """Require that only this user can write a folder, and only this user or root its parents."""
+    for parent in (folder, *folder.parents):
+        status = parent.stat()
         is_writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        owners = (os.geteuid(),) if each == folder else (os.geteuid(), 0)
-        is_sticky = each != folder and status.st_mode & stat.S_ISVTX
+        owners = (os.geteuid(),) if parent == folder else (os.geteuid(), 0)
+        is_sticky = parent != folder and status.st_mode & stat.S_ISVTX
         if (is_writable and not is_sticky) or status.st_uid not in owners:
             raise ConfigError(
-                f"loading.cache is not used: `{each.name or '/'}` in its path can be written by "
+                f"loading.cache is not used: `{parent.name or '/'}` in its path can be written by "
                 "others, who could replace a model"
             )
 

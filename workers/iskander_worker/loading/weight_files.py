@@ -38,7 +38,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 def inspect_safetensors(path: Path) -> tuple[dict[str, StoredTensor], int]:
-    """The tensors of a file by name, and the offset of its data block.
+    """Return the tensors of a file by name, and the offset of its data block.
 
     A `ManifestError` is raised if a tensor exceeds the file or overlaps another.
     """
@@ -72,7 +72,7 @@ def inspect_safetensors(path: Path) -> tuple[dict[str, StoredTensor], int]:
 
 
 def load_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file as read-only arrays, mapped and not copied."""
+    """Return the tensors of a file as read-only arrays, mapped and not copied."""
     tensors, begin = inspect_safetensors(path)
     mapped = np.memmap(path, np.uint8, mode="r")
     return {

@@ -1,7 +1,8 @@
 """ModelInfer messages as bytes, and the tensors of a model's metadata.
 
-A protobuf runtime would copy every tensor twice. A request is a parsed head and one join, which
-copies the tensors from shared memory once; a response is scanned, and its tensors are slices of it.
+A protobuf runtime would copy every tensor twice. Here a request is joined from an encoded head and
+the tensors, which copies them from shared memory once. A response is scanned, not parsed, and its
+tensors are slices of it.
 
 Pure. Source: Open Inference Protocol v2, `ModelInferRequest`, `ModelInferResponse`,
 `ModelMetadataResponse`; protobuf encoding.
@@ -65,9 +66,10 @@ def decode_response(
     """Return the requested outputs of a ModelInferResponse by name.
 
     Raises:
-        ValueError: It is malformed, or an output is missing, has another datatype or other rows.
+        ValueError: The response is malformed, or an output is missing or differs from its
+            declaration.
     """
-    head, contents = _split(raw)
+    head, contents = _split_raw_contents(raw)
     response = parse(oip_pb2.ModelInferResponse, head)
     found = {tensor.name: index for index, tensor in enumerate(response.outputs)}
     expected = {tensor.name: tensor for tensor in graph.outputs}
@@ -85,7 +87,7 @@ def decode_response(
                 f"expected {BY_ONNX[expected[name].element].oip}"
             )
         shape = tuple(tensor.shape)
-        if not _fits(shape, (rows, *expected[name].shape[1:])):
+        if not _has_declared_shape(shape, (rows, *expected[name].shape[1:])):
             raise ValueError(
                 f"output `{name}` has the shape {list(shape)} for a batch of {rows} rows, expected "
                 f"{shape_text(expected[name].shape)}"
@@ -111,9 +113,9 @@ def parse(kind: Any, raw: bytes) -> Any:  # noqa: ANN401
 
 
 def graph_of(metadata: Any, declared: Graph) -> Graph:  # noqa: ANN401
-    """Return the tensors of a ModelMetadataResponse; a side without any is the declared one.
+    """Return the tensors of a ModelMetadataResponse; those of `declared` if it has none.
 
-    A size of -1 is unknown, and as the first one the rows of a batch.
+    A size of -1 is unknown; as the first size it stands for the rows of a batch.
 
     Raises:
         ValueError: A datatype is unknown.
@@ -124,7 +126,7 @@ def graph_of(metadata: Any, declared: Graph) -> Graph:  # noqa: ANN401
     )
 
 
-def _fits(shape: tuple[int, ...], declared: tuple[Dimension, ...]) -> bool:
+def _has_declared_shape(shape: tuple[int, ...], declared: tuple[Dimension, ...]) -> bool:
     return len(shape) == len(declared) and all(
         got == size if isinstance(size, int) else got >= 0
         for got, size in zip(shape, declared, strict=True)
@@ -143,8 +145,8 @@ def _tensor_of(tensor: Any) -> GraphTensor:  # noqa: ANN401
     return GraphTensor(tensor.name, dtype.onnx, tuple(sizes))
 
 
-def _split(raw: bytes) -> tuple[bytes, list[memoryview]]:
-    """Split a ModelInferResponse into its raw contents and the rest."""
+def _split_raw_contents(raw: bytes) -> tuple[bytes, list[memoryview]]:
+    """Split a ModelInferResponse into the message without raw contents, and the raw contents."""
     view, kept, contents = memoryview(raw), [], []
     at = 0
     try:

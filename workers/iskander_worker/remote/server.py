@@ -39,25 +39,26 @@ ATTEMPTS_MIN: Final = 2
 """A connection that the server closed while it was idle fails its next call once."""
 WAIT_S: Final = 0.1
 RECONNECT_MS: Final = (100, 500)
-"""First and longest wait for a new connection; a readiness check each second uses it."""
+"""First and longest wait between two attempts to connect. The longest is below a second, so that
+every readiness check has had a new attempt."""
 TOKEN_BYTES_MAX: Final = 16_384
 
 Headers = tuple[tuple[str, str], ...]
 
 
 class RemoteServers:
-    """Channels to the servers of `[remote]`; `folder` is the model's."""
+    """Channels to the servers of `[remote]`; `folder` is the folder of the model."""
 
     def __init__(self, section: RemoteSection, folder: Path) -> None:
         self._section = section
         self._token = _TokenFile(folder / section.token_file) if section.token_file else None
-        self._channels = [_channel(each, section, folder) for each in section.addresses]
+        self._channels = [_channel(address, section, folder) for address in section.addresses]
         self._turn = 0
 
     def call(
         self, method: str, request: bytes, run: Run, *, headers: Headers, timeout_s: float
     ) -> tuple[bytes, str]:
-        """Call a method; return the response, and the target's name in errors.
+        """Call a method; return the response, and the name of the answering server for errors.
 
         Raises:
             Cancelled: The run was aborted.
@@ -91,7 +92,7 @@ class RemoteServers:
             failures.append(failure)
             if status != "UNAVAILABLE":
                 break
-        raise _most_telling(failures)
+        raise _final_error(failures)
 
     def target(self, index: int) -> str:
         """Name the model and a server in errors."""
@@ -121,7 +122,7 @@ class RemoteServers:
         if run.is_aborted:  # Checked after the assignment: a later abort cancels it itself.
             call.cancel()
         try:
-            return _result(call, run)
+            return _wait_for_result(call, run)
         except grpc.FutureCancelledError:
             raise Cancelled("batch cancelled: its callers are gone") from None
         except grpc.RpcError as error:
@@ -132,7 +133,7 @@ class RemoteServers:
             run.cancel = None
 
 
-def _result(call: Any, run: Run) -> bytes:  # noqa: ANN401
+def _wait_for_result(call: Any, run: Run) -> bytes:  # noqa: ANN401
     while True:
         try:
             response: bytes = call.result(WAIT_S)
@@ -141,9 +142,9 @@ def _result(call: Any, run: Run) -> bytes:  # noqa: ANN401
             run.heartbeat()
 
 
-def _most_telling(failures: list[IskanderError]) -> IskanderError:
+def _final_error(failures: list[IskanderError]) -> IskanderError:
     """Return a server's own answer if there is one, else the last lost connection."""
-    answers = [each for each in failures if not isinstance(each, RemoteUnavailable)]
+    answers = [failure for failure in failures if not isinstance(failure, RemoteUnavailable)]
     return (answers or failures)[-1]
 
 

@@ -1,4 +1,4 @@
-"""Errors of calls to a remote server as named errors, with the server's address and model.
+"""Conversion of failed calls to a remote server to errors with the server and the model.
 
 Connections that fail and servers that reject both have the status UNAVAILABLE, and gRPC does not
 tell them apart. The texts of gRPC and of proxies for lost connections do.
@@ -36,14 +36,14 @@ RETRY_AFTER_MAX_MS: Final = 60_000
 _DETAIL_CHARACTERS: Final = 300
 _TEXT_CHARACTERS: Final = 16_384
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*m")
-"""Colors of a terminal, in texts of Ray."""
-_CONNECTION: Final = (
+"""Escape sequences for colors, which texts of Ray contain."""
+_CONNECTION_TEXTS: Final = (
     "connect", "resolv", "socket", "recvmsg", "sendmsg", "stream removed", "goaway", "upstream",
     "http2 header", "transport", "handshake", "ssl", "endpoint", "name resolution",
 )  # fmt: skip
 _TOO_LARGE: Final = "larger than max"
 _OWN_LIMIT: Final = "CLIENT: "
-"""gRPC's prefix for a limit of this side, of `message_bytes`."""
+"""gRPC's prefix for a limit of the client: `remote.message_bytes`."""
 _BY_STATUS: Final[Mapping[str, type[IskanderError]]] = {
     "INVALID_ARGUMENT": RemoteRejected,
     "OUT_OF_RANGE": RemoteRejected,
@@ -58,12 +58,12 @@ _BY_CODE: Final[Mapping[str, type[IskanderError]]] = {
 } | {
     Draining.code: RemoteOverloaded,
     RemoteLoop.code: RemoteLoop,
-    # Of the server behind the server.
+    # The remote server reports about its own remote server.
     RemoteUnavailable.code: RemoteNotReady,
     RemoteNotReady.code: RemoteNotReady,
     RemoteDenied.code: RemoteDenied,
 }
-"""For codes of another Iskander that tell more than the status."""
+"""Errors for codes of another Iskander, which tell more than the status."""
 _TEXTS: Final[Mapping[type[IskanderError], str]] = {
     RemoteUnavailable: "cannot be reached",
     RemoteOverloaded: "is overloaded or stopping",
@@ -79,11 +79,11 @@ _TEXTS: Final[Mapping[type[IskanderError], str]] = {
 
 def error_of(status: str, detail: str, trailers: Mapping[str, str], target: str) -> IskanderError:
     """Return the named error of a failed call; `target` is from `target_text`."""
-    kind = _kind(status, detail, trailers.get("iskander-code", ""))
+    kind = _error_class(status, detail, trailers.get("iskander-code", ""))
     if kind is RemoteAnswerInvalid:
-        return answer_error(f"{_line_of(detail)} (`remote.message_bytes`)", target)
-    reason = _line_of(detail) or status
-    is_complete = kind is RemoteLoop and TARGET in detail  # Each server of the loop passes it on.
+        return answer_error(f"{_one_line(detail)} (`remote.message_bytes`)", target)
+    reason = _one_line(detail) or status
+    is_complete = kind is RemoteLoop and TARGET in detail  # A server of the loop passed it on.
     text = reason if is_complete else f"{target} {_TEXTS[kind]}: {reason}"
     wait_ms = retry_after_ms(trailers) if kind.retryable else None
     return kind(text, retry_after_ms=wait_ms, remote_status=status)
@@ -110,7 +110,7 @@ def retry_after_ms(trailers: Mapping[str, str]) -> int | None:
     return None
 
 
-def _line_of(detail: str) -> str:
+def _one_line(detail: str) -> str:
     """Return one line of a text: the last one of a Python traceback, else the first."""
     text = _ESCAPES.sub("", detail[-_TEXT_CHARACTERS:])
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
@@ -118,12 +118,12 @@ def _line_of(detail: str) -> str:
     return lines[-1 if is_traceback else 0][:_DETAIL_CHARACTERS]
 
 
-def _kind(status: str, detail: str, code: str) -> type[IskanderError]:
+def _error_class(status: str, detail: str, code: str) -> type[IskanderError]:
     if code in _BY_CODE:
         return _BY_CODE[code]
     if status == "UNAVAILABLE":
         lowered = detail.lower()
-        is_lost = not detail or any(text in lowered for text in _CONNECTION)
+        is_lost = not detail or any(text in lowered for text in _CONNECTION_TEXTS)
         return RemoteUnavailable if is_lost else RemoteOverloaded
     if status == "RESOURCE_EXHAUSTED" and _TOO_LARGE in detail:
         return RemoteAnswerInvalid if _OWN_LIMIT in detail else RemoteRejected

@@ -1,7 +1,7 @@
-"""Arrays in the raw form of the Open Inference Protocol, and typed contents as arrays.
+"""Conversion between arrays and tensors of the Open Inference Protocol, raw or typed.
 
-Numbers are row-major and little-endian, bfloat16 as its two upper bytes, booleans a byte each.
-Strings have a length of four bytes each.
+In the raw form numbers are row-major and little-endian, a bfloat16 is two bytes, a boolean one
+byte. A string follows its length, which has four bytes.
 
 Pure. Source: Open Inference Protocol v2, tensor data.
 """
@@ -18,14 +18,14 @@ import numpy as np
 from iskander.contract.dtypes import DTYPES, Dtype
 
 BY_OIP: Final = {dtype.oip: dtype for dtype in DTYPES}
-STRINGS: Final = "BYTES"
+STRING_DATATYPE: Final = "BYTES"
 TYPED_FIELDS: Final = {
     "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents",
     "INT32": "int_contents", "INT64": "int64_contents", "UINT8": "uint_contents",
     "UINT16": "uint_contents", "UINT32": "uint_contents", "UINT64": "uint64_contents",
-    "FP32": "fp32_contents", "FP64": "fp64_contents", STRINGS: "bytes_contents",
+    "FP32": "fp32_contents", "FP64": "fp64_contents", STRING_DATATYPE: "bytes_contents",
 }  # fmt: skip
-"""Field of `InferTensorContents` for each datatype; the others exist in raw form only."""
+"""Field of `InferTensorContents` by datatype; other datatypes exist in raw form only."""
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -37,13 +37,13 @@ def raw_of(array: np.ndarray) -> bytes | memoryview:
 
 
 def array_of(raw: bytes | memoryview, dtype: Dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array of a raw form: a view, or objects of `str` for strings.
+    """Return the array of a raw form: a view, or objects of `str` for strings.
 
     Raises:
         ValueError: The bytes are not those of a tensor with this shape.
     """
-    if dtype.oip == STRINGS:
-        return _objects(_split(raw, prod(shape)), shape)
+    if dtype.oip == STRING_DATATYPE:
+        return _decode_strings(_split_strings(raw, prod(shape)), shape)
     expected = prod(shape) * np.dtype(dtype.numpy).itemsize
     if len(raw) != expected:
         raise ValueError(f"it has {len(raw)} bytes, and its shape needs {expected}")
@@ -62,8 +62,8 @@ def array_of_typed(contents: Any, dtype: Dtype, shape: tuple[int, ...]) -> np.nd
     values = getattr(contents, field)
     if len(values) != prod(shape):
         raise ValueError(f"it has {len(values)} values, and its shape needs {prod(shape)}")
-    if dtype.oip == STRINGS:
-        return _objects(values, shape)
+    if dtype.oip == STRING_DATATYPE:
+        return _decode_strings(values, shape)
     try:
         return np.array(values, dtype.numpy).reshape(shape)
     except OverflowError as error:
@@ -77,7 +77,7 @@ def _with_lengths(texts: Iterable[str]) -> Iterable[bytes]:
         yield encoded
 
 
-def _split(raw: bytes | memoryview, count: int) -> list[bytes]:
+def _split_strings(raw: bytes | memoryview, count: int) -> list[bytes]:
     strings: list[bytes] = []
     at, end = 0, len(raw)
     while at < end and len(strings) < count:
@@ -94,8 +94,8 @@ def _split(raw: bytes | memoryview, count: int) -> list[bytes]:
     return strings
 
 
-def _objects(strings: Iterable[bytes], shape: tuple[int, ...]) -> np.ndarray:
-    """Strings as objects of `str`; raises ValueError for other bytes than UTF-8."""
+def _decode_strings(strings: Iterable[bytes], shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array of `str`; raise ValueError for bytes that are not UTF-8."""
     array = np.empty(prod(shape), np.object_)
     array[:] = [string.decode() for string in strings]
     return array.reshape(shape)

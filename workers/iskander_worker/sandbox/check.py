@@ -20,7 +20,7 @@ from iskander_worker.session import Session
 
 
 def run_check(cores: int) -> None:
-    """Load the model and write the answer; `cores` is its number of physical cores."""
+    """Load the model on `cores` physical cores and write the answer."""
     answer_fd = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     spec = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ModelSpec)
@@ -32,7 +32,7 @@ def run_check(cores: int) -> None:
 
 
 def check_load(spec: ModelSpec, cores: int) -> Loaded:
-    """Load and warm a model and release it, or raise an `IskanderError`."""
+    """Load, warm up, measure and release a model, or raise an `IskanderError`."""
     try:
         session = Session(spec, cores)
         session.warm_up(spec.rows_max)

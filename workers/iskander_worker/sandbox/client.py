@@ -40,10 +40,15 @@ _LINE_BYTES = 1 << 16
 
 @thread_safe
 class Job(msgspec.Struct, frozen=True):
-    """A model to load, and the limits of its private memory, of each file, and of the time.
+    """A model to load, with the limits of its process.
 
-    The optimised model is saved to `folder`, if weights are shared; for TensorRT, its engines are.
-    `libraries` are the paths of custom operator libraries, `setting` is that of the time.
+    Attributes:
+        libraries: Paths of custom operator libraries.
+        folder: Target of the optimised model, or of TensorRT's engines; None: nothing is saved.
+        private_bytes: Limit of private memory.
+        file_bytes: Limit of each file that the process writes.
+        seconds: Limit of the time.
+        setting: Name of the setting that is the limit of the time.
     """
 
     spec: ModelSpec
@@ -58,7 +63,10 @@ class Job(msgspec.Struct, frozen=True):
 
 @thread_safe
 class JobRequest(msgspec.Struct, frozen=True):
-    """A job as sent to the server; the answer repeats its number. The clock is monotonic."""
+    """A job for the server, with its deadline on the monotonic clock.
+
+    The answer repeats `number`.
+    """
 
     number: int
     deadline_ns: int
@@ -67,11 +75,15 @@ class JobRequest(msgspec.Struct, frozen=True):
 
 @thread_safe
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Result of a sandboxed load: an error, or why weights cannot be shared (`note`).
+    """Result of a sandboxed load.
 
-    `refusal` describes how the model crashed or hung its process; `is_late` marks a timeout.
-    `unbound` are the outputs of a `Measurement`, whose rest is known later; it is None for a load
-    that failed.
+    Attributes:
+        error: Why the load failed.
+        refusal: How the model crashed or hung its process.
+        note: Why weights cannot be shared.
+        is_late: The load reached its time limit.
+        unbound: As `Measurement.unbound`, which is known before the rest of the measurement.
+        measurement: None if the load failed.
     """
 
     error: str = ""
@@ -84,14 +96,14 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @thread_safe
 class Answer(msgspec.Struct, frozen=True):
-    """The verdict of a request."""
+    """The verdict for the request with the same number."""
 
     number: int
     verdict: Verdict
 
 
 def timeout_verdict(job: Job) -> Verdict:
-    """The verdict of a timeout."""
+    """Return the verdict of a job that reached its time limit."""
     return Verdict(
         refusal=f"not loaded and warmed in a sandbox within {job.seconds:.3g} s ({job.setting})",
         is_late=True,
@@ -108,12 +120,12 @@ class SandboxServer:
         self._idle_timer: threading.Timer | None = None
 
     def run(self, job: Job) -> Verdict:
-        """Run a job; its time begins now."""
+        """Run a job, whose time begins now, and return its verdict."""
         deadline_ns = clock.now_ns() + int(job.seconds * clock.NS_PER_S)
         with self._lock:
             try:
                 for _ in range(2):  # Once more with a new server, if this one was killed.
-                    verdict = self._try(job, deadline_ns)
+                    verdict = self._run_once(job, deadline_ns)
                     if verdict is not None:
                         self._start_idle_timer()
                         return verdict
@@ -130,8 +142,11 @@ class SandboxServer:
         with self._lock:
             self._kill()
 
-    def _try(self, job: Job, deadline_ns: int) -> Verdict | None:
-        """Send a job, and start the server if needed; None without a valid answer in time."""
+    def _run_once(self, job: Job, deadline_ns: int) -> Verdict | None:
+        """Send a job to the server, which is started if needed.
+
+        None without a valid answer in time.
+        """
         self._number += 1
         server = self._server = self._server or subprocess.Popen(
             own_command("iskander_worker.sandbox.server"),
@@ -225,7 +240,7 @@ def _write(stream: IO[bytes], line: bytes, deadline_ns: int) -> bool:
     poll.register(stream, select.POLLOUT)
     rest = memoryview(line)
     while rest:
-        if not _wait(poll, deadline_ns):
+        if not _wait_ready(poll, deadline_ns):
             return False
         try:
             rest = rest[os.write(stream.fileno(), rest) :]
@@ -241,7 +256,7 @@ def read_line(stream: IO[bytes], wait_s: float) -> bytes:
     poll = select.poll()
     poll.register(stream, select.POLLIN)
     while not line.endswith(b"\n"):
-        if not _wait(poll, deadline_ns):
+        if not _wait_ready(poll, deadline_ns):
             return b""
         piece = os.read(stream.fileno(), _LINE_BYTES)
         if not piece:
@@ -250,6 +265,6 @@ def read_line(stream: IO[bytes], wait_s: float) -> bytes:
     return line
 
 
-def _wait(poll: select.poll, deadline_ns: int) -> bool:
+def _wait_ready(poll: select.poll, deadline_ns: int) -> bool:
     left_ms = (deadline_ns - clock.now_ns()) / clock.NS_PER_MS
     return left_ms > 0 and bool(poll.poll(left_ms))

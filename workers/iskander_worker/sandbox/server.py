@@ -53,9 +53,9 @@ IDLE_MAX_S = 60.0
 ERROR_CHARACTERS_MAX = 4000
 _REPORT_BYTES = 1 << 16
 ABORT_S = 2.0
-"""Time of a run to end after its abort."""
+"""Time within which a run must end after its abort."""
 MEASURE_SHARE = 0.7
-"""Share of the time that is left for a load which the measurement of its rows may use."""
+"""Share of the remaining time of a load that the measurement of its rows may use."""
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """A stop of the service sends them to all its processes. A fork ignores them and exits with its
@@ -81,13 +81,13 @@ def main() -> None:
     gc.freeze()  # Keeps the pages of live objects shared with the forks.
     while line := read_line(sys.stdin.buffer, IDLE_MAX_S):
         request = msgspec.json.decode(line, type=JobRequest)
-        verdict = _verdict(request, answers)
+        verdict = _run_in_fork(request, answers)
         if verdict is None:
             return
         os.write(answers, msgspec.json.encode(Answer(request.number, verdict)) + b"\n")
 
 
-def _verdict(request: JobRequest, answers: int) -> Verdict | None:
+def _run_in_fork(request: JobRequest, answers: int) -> Verdict | None:
     """Fork, wait for the fork, and read its verdict; None once standard input has ended."""
     read_fd, write_fd = os.pipe()
     server = os.getpid()
@@ -114,7 +114,7 @@ def _verdict(request: JobRequest, answers: int) -> Verdict | None:
         os.close(read_fd)
     if 0 in ready:
         return None
-    ended = f"the process ended {_cause(code)}" if ready else "it did not end in time"
+    ended = f"the process ended {_exit_text(code)}" if ready else "it did not end in time"
     if found is not None:  # Else a library of the model can have exited with 0.
         if found.measurement is None and not found.error:
             reason = f"{ended} in a batch of generated rows"
@@ -122,25 +122,25 @@ def _verdict(request: JobRequest, answers: int) -> Verdict | None:
         return found
     if not ready:
         return timeout_verdict(request.job)
-    return Verdict(refusal=f"it crashed the sandbox process {_cause(code)}")
+    return Verdict(refusal=f"it crashed the sandbox process {_exit_text(code)}")
 
 
 def _read_report(read_fd: int) -> Verdict | None:
-    """The verdict that a fork has written, with its measurement if it has written one."""
+    """Return the verdict that a fork wrote, with the last measurement that it wrote."""
     os.set_blocking(read_fd, False)
     try:
         first, *measurements = os.read(read_fd, _REPORT_BYTES).splitlines()
         verdict = msgspec.json.decode(first, type=Verdict)
     except (BlockingIOError, ValueError):
         return None
-    for line in reversed(measurements):  # The last one counts.
+    for line in reversed(measurements):  # The last valid measurement counts.
         with contextlib.suppress(ValueError):
             measurement = msgspec.json.decode(line, type=Measurement)
             return msgspec.structs.replace(verdict, measurement=measurement)
     return verdict
 
 
-def _cause(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code >= 0:
         return f"with exit code {code}"
     try:
@@ -158,7 +158,7 @@ def _run_fork(request: JobRequest, server_pid: int, write_fd: int) -> NoReturn:
         if os.getppid() == server_pid:  # Else the server exited before the call above.
             os.setsid()
             set_up_worker()
-            _limit(request.job, request.deadline_ns)
+            _apply_limits(request.job, request.deadline_ns)
             verdict, session = _load_job(request.job)
             os.write(write_fd, msgspec.json.encode(verdict) + b"\n")
             if session is not None:
@@ -172,7 +172,7 @@ def _run_fork(request: JobRequest, server_pid: int, write_fd: int) -> NoReturn:
         os._exit(1)
 
 
-def _limit(job: Job, deadline_ns: int) -> None:
+def _apply_limits(job: Job, deadline_ns: int) -> None:
     """Limit memory, file sizes and time of the fork; ignore stop signals."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.umask(0o077)
@@ -190,7 +190,10 @@ def _limit(job: Job, deadline_ns: int) -> None:
 
 
 def _load_job(job: Job) -> tuple[Verdict, Session | None]:
-    """The verdict without its measurement, and the session to measure, unless the load failed."""
+    """Return the verdict without its measurement, and the session to measure.
+
+    The session is None if the load failed.
+    """
     from iskander_worker.failures import load_error
 
     try:
@@ -208,9 +211,9 @@ def _load_job(job: Job) -> tuple[Verdict, Session | None]:
 
 
 def _measure(session: Session, deadline_ns: int, write_fd: int) -> None:
-    """Measure the rows of a loaded model, before the deadline of its load; write what is found.
+    """Measure the rows of a loaded model before the deadline of its load; write the findings.
 
-    What is found before batches that may end the process is written before them.
+    Findings are also written before batches that may end the process.
     """
     from iskander_worker.loading.row_measurement import MEASURE_S
 
@@ -219,7 +222,7 @@ def _measure(session: Session, deadline_ns: int, write_fd: int) -> None:
 
     left_s = MEASURE_SHARE * max(deadline_ns - now_ns(), 0) / NS_PER_S
     seconds = min(MEASURE_S, left_s)
-    # For a run that does not end when it is aborted.
+    # The alarm ends a run that does not end after its abort.
     signal.setitimer(signal.ITIMER_REAL, seconds + ABORT_S)
     # The session that is opened with this measurement raises the error.
     with contextlib.suppress(ManifestError):
@@ -228,9 +231,9 @@ def _measure(session: Session, deadline_ns: int, write_fd: int) -> None:
 
 
 def _load(job: Job) -> tuple[str, Session]:
-    """Load, warm, save and compare.
+    """Load and warm a model; if the job has a folder, save it there and compare the saved model.
 
-    Returns why the weights cannot be shared, empty if they can, and the session of the model.
+    Returns why the weights cannot be shared, which is empty if they can, and the session.
     """
     from iskander_worker.backends.onnx import OnnxModel
     from iskander_worker.loading.engines import needs_engines
@@ -241,7 +244,7 @@ def _load(job: Job) -> tuple[str, Session]:
 
     spec, source = job.spec, ModelSource(libraries=job.libraries)
 
-    def opened(source: ModelSource, measurement: Measurement | None = None) -> Session:
+    def open_session(source: ModelSource, measurement: Measurement | None = None) -> Session:
         def load(spec: ModelSpec, cores: int) -> OnnxModel:
             model = OnnxModel(spec, cores, source)
             model.measurement = measurement
@@ -252,20 +255,20 @@ def _load(job: Job) -> tuple[str, Session]:
     if job.folder is None or needs_engines(spec):
         if job.folder is not None:
             source = source._replace(engines=Path(job.folder), is_building=True)
-        session = opened(source)
+        session = open_session(source)
         session.warm_up(spec.rows_max)
         return "", session
     folder = Path(job.folder)
     try:
-        session = opened(source._replace(save_to=folder / MODEL, save_weights=WEIGHTS))
+        session = open_session(source._replace(save_to=folder / MODEL, save_weights=WEIGHTS))
     except ManifestError as error:
-        session = opened(source)
+        session = open_session(source)
         session.warm_up(spec.rows_max)
         return shorten(f"the optimised model cannot be saved: {error.message}", 300), session
     session.warm_up(spec.rows_max)
     try:
         align_weights(folder / MODEL, folder / WEIGHTS)
-        shared = opened(source._replace(optimised=folder / MODEL), session.measurement)
+        shared = open_session(source._replace(optimised=folder / MODEL), session.measurement)
     except ManifestError as error:
         return shorten(f"the saved model cannot be loaded: {error.message}", 300), session
     if shared.contract != session.contract:

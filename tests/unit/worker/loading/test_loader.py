@@ -49,7 +49,7 @@ def load_result(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Any:
     monkeypatch.setattr(loading, "Session", fail)
     loads = loading.LoadQueue(1)
     loads.put(attached(), model_spec(Path("/m"), key=7))
-    result = eventually(loads.get, what="end of the load")
+    result = eventually(loads.finish_load, what="end of the load")
     assert not loads.is_busy
     ((response),) = result[1]
     return response
@@ -96,7 +96,7 @@ def test_own_assertion_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "Session", fail)
     loads.put(attached(), model_spec(Path("/m")))
     with pytest.raises(AssertionError):
-        eventually(loads.get, what="end of the load")
+        eventually(loads.finish_load, what="end of the load")
 
 
 @pytest.mark.parametrize("damage", ["deflate", "header"])
@@ -171,7 +171,7 @@ def test_failed_warm_up_closes_the_model_after_the_error_is_gone(
     monkeypatch.setattr(loading, "Session", lambda spec, cores: session)
     loads, attachment = loading.LoadQueue(1), attached()
     loads.put(attachment, model_spec(Path("/m")))
-    result = eventually(loads.get, what="end of the load")
+    result = eventually(loads.finish_load, what="end of the load")
     assert [type(each) for each in result[1]] == [LoadFailed]
     assert session.closed == 1 and not loads.sessions and not attachment.executor.sessions
 
@@ -182,7 +182,7 @@ def test_lost_device_of_a_load_ends_the_worker(monkeypatch: pytest.MonkeyPatch) 
     loads = loading.LoadQueue(1)
     loads.put(attached(), model_spec(Path("/m")))
     with pytest.raises(DeviceLost):
-        eventually(loads.get, what="end of the load")
+        eventually(loads.finish_load, what="end of the load")
 
 
 def test_unused_sessions_wait_for_the_next_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_unused_sessions_wait_for_the_next_gateway(monkeypatch: pytest.MonkeyPat
     def load(attachment: Any, name: str) -> None:
         loads.put(attachment, model_spec(Path(name)))
         loads.close_unused(set())
-        eventually(loads.get, what="end of the load")
+        eventually(loads.finish_load, what="end of the load")
 
     monkeypatch.setattr(loading, "Session", opened)
     monkeypatch.setattr(loading, "now_ns", lambda: now[0])
