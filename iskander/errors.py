@@ -47,7 +47,8 @@ class IskanderError(Exception):
 
     Class attributes: `code` is stable and part of the interface; `retryable` means that the same
     request may succeed later; `status` is the gRPC status; `flight_status` replaces it for Flight,
-    because pyarrow clients show RESOURCE_EXHAUSTED as a bad argument; `http_status` is for HTTP.
+    because pyarrow clients show RESOURCE_EXHAUSTED as a bad argument; `http_status` is for HTTP;
+    `settings` are the limits that cause it, settings or whole sections.
     A subclass passes its code, fault and gRPC status; the others follow from the gRPC status. An
     `ExecutionFailed` may have another fault and status than its class.
 
@@ -63,11 +64,18 @@ class IskanderError(Exception):
     status: str = "INTERNAL"
     flight_status: ClassVar[str | None] = None
     http_status: int = 500
+    settings: ClassVar[tuple[str, ...]] = ()
 
     _by_code: ClassVar[dict[str, type[IskanderError]]] = {}
 
     def __init_subclass__(
-        cls, *, code: str, fault: Fault, status: str, http_status: int | None = None
+        cls,
+        *,
+        code: str,
+        fault: Fault,
+        status: str,
+        http_status: int | None = None,
+        settings: tuple[str, ...] = (),
     ) -> None:
         """Set the class attributes and register the class for `from_wire`."""
         assert code not in IskanderError._by_code, f"two errors have the code {code}"
@@ -76,6 +84,7 @@ class IskanderError(Exception):
         cls.retryable = status in _RETRYABLE
         cls.flight_status = "UNAVAILABLE" if status == "RESOURCE_EXHAUSTED" else None
         cls.http_status = http_status or _HTTP_STATUS[status]
+        cls.settings = settings
 
     def __init__(self, message: str, *, retry_after_ms: int | None = None, **fields: Any) -> None:  # noqa: ANN401
         self.message = shorten(message)
@@ -193,7 +202,12 @@ class MalformedInput(
 
 
 class LimitExceeded(
-    IskanderError, code="limit", fault=Fault.CLIENT, status="INVALID_ARGUMENT", http_status=413
+    IskanderError,
+    code="limit",
+    fault=Fault.CLIENT,
+    status="INVALID_ARGUMENT",
+    http_status=413,
+    settings=("limits", "http.json_bytes", "models.max_batch_rows", "shared_memory.region_bytes"),
 ):
     """The request is larger than a configured limit."""
 
@@ -274,11 +288,29 @@ class Unsupported(IskanderError, code="unsupported", fault=Fault.CLIENT, status=
     """The server does not implement this part of the protocol."""
 
 
-class Overloaded(IskanderError, code="overloaded", fault=Fault.NOBODY, status="RESOURCE_EXHAUSTED"):
+class Overloaded(
+    IskanderError,
+    code="overloaded",
+    fault=Fault.NOBODY,
+    status="RESOURCE_EXHAUSTED",
+    settings=(
+        "limits.streams",
+        "limits.receive_bytes",
+        "http.connections",
+        "http.bodies_bytes",
+        "source_reads.streams",
+    ),
+):
     """Streams, calls, connections or received bytes are at their limit."""
 
 
-class QueueFull(IskanderError, code="queue_full", fault=Fault.NOBODY, status="RESOURCE_EXHAUSTED"):
+class QueueFull(
+    IskanderError,
+    code="queue_full",
+    fault=Fault.NOBODY,
+    status="RESOURCE_EXHAUSTED",
+    settings=("lanes.queue_requests", "lanes.queue_rows", "lanes.queue_bytes"),
+):
     """The model's queue is at its limit of requests, rows or bytes."""
 
 
@@ -288,6 +320,7 @@ class ClientOverShare(
     fault=Fault.CLIENT,
     status="RESOURCE_EXHAUSTED",
     http_status=429,
+    settings=("lanes.client_requests",),
 ):
     """The client is at its limit of outstanding requests, or its token at that of rows.
 
@@ -305,12 +338,22 @@ class RateLimited(
     """The token sends more requests or rows per second than its limits permit."""
 
 
-class ArenaFull(IskanderError, code="arena_full", fault=Fault.NOBODY, status="RESOURCE_EXHAUSTED"):
+class ArenaFull(
+    IskanderError,
+    code="arena_full",
+    fault=Fault.NOBODY,
+    status="RESOURCE_EXHAUSTED",
+    settings=("arena.input_bytes", "limits.arena_wait_ms"),
+):
     """Shared memory had no free space before the timeout."""
 
 
 class DroppedFromQueue(
-    IskanderError, code="dropped", fault=Fault.NOBODY, status="RESOURCE_EXHAUSTED"
+    IskanderError,
+    code="dropped",
+    fault=Fault.NOBODY,
+    status="RESOURCE_EXHAUSTED",
+    settings=("lanes.overflow",),
 ):
     """The queue was full and its policy evicted this request."""
 

@@ -73,11 +73,9 @@ def configuration() -> str:
         "",
         "Precedence: default < file < environment (`ISKANDER_SECTION__KEY`) < `--set`.",
         "`models` is a list: one `[[models]]` table for each model version.",
-        "A reload (SIGHUP, `iskander reload`) applies changed `live` settings without a restart;",
-        "connections stay open. A change of any other setting is refused at a reload, with all",
-        "changes of the file, and applies at a restart; a gateway of several processes may replace",
-        "them instead ([reload](../commands.md#reload)). Settings of `lanes` are live for",
-        "`[[models]]`, but not for the models of a repository.",
+        "A [reload](../commands.md#reload) applies changed `live` settings; those of `lanes` are",
+        "live for `[[models]]`, but not for the models of a repository. Other settings apply at a",
+        "[restart](#restart).",
         "",
         *_setting_rows(settings()),
         "",
@@ -103,10 +101,10 @@ def _setting_rows(found: Iterable[Setting]) -> list[str]:
     rows = [
         f"| `{s.path}` | {_cell(s.type)} | "
         f"{'' if s.default is None else f'`{render_value(s.default)}`'} | "
-        f"{'live' if s.is_live else 'restart'} | {_cell(s.sentence)} |"
+        f"{'live' if s.is_live else ''} | {_cell(s.sentence)} |"
         for s in found
     ]
-    return ["| setting | type | default | change | meaning |", "|---|---|---|---|---|", *rows]
+    return ["| setting | type | default | live | meaning |", "|---|---|---|---|---|", *rows]
 
 
 def error_table() -> str:
@@ -115,8 +113,7 @@ def error_table() -> str:
     kinds.sort(key=lambda kind: kind.code)
     rows = [
         f"| `{kind.code}` | {kind.fault.value} | {'yes' if kind.retryable else 'no'} | "
-        f"{kind.status} | {kind.flight_status or kind.status} | {kind.http_status} | "
-        f"{_first_line(kind)} |"
+        f"{kind.status} | {kind.http_status} | {_cause(kind)} |"
         for kind in kinds
     ]
     head = [
@@ -129,10 +126,11 @@ def error_table() -> str:
         "the latter contains all fields as JSON; pyarrow exposes it as `extra_info` of every",
         "`FlightError`, but not of `ArrowInvalid` and similar errors. Otherwise it contains a",
         "`google.rpc.Status` with a `google.rpc.ErrorInfo` of the domain `iskander`, whose",
-        "metadata contains all fields as text. Over HTTP the fields are in the body.",
+        "metadata contains all fields as text. Over HTTP the fields are in the body. Flight has",
+        "UNAVAILABLE in place of RESOURCE_EXHAUSTED, which pyarrow shows as a bad argument.",
         "",
-        "| code | fault | retry | gRPC | Flight | HTTP | cause |",
-        "|---|---|---|---|---|---|---|",
+        "| code | fault | retry | gRPC | HTTP | cause (settings) |",
+        "|---|---|---|---|---|---|",
     ]
     return "\n".join([*head, *rows]) + "\n"
 
@@ -161,14 +159,14 @@ def log_tables() -> str:
         f"Keys of a JSON line: {', '.join(f'`{key}`' for key in RESERVED)};",
         "the last three only if they apply. Further keys are the fields of the event. Lines of",
         f"other libraries have the event `{catalog.LIBRARY_MESSAGE}`. The command",
-        "`iskander logs explain EVENT` prints the same. [Logs](../logs.md) describes the formats.",
+        "`iskander logs explain EVENT` also prints the types of the fields.",
     ]
     for title in catalog.GROUPS:
         lines += ["", f"## {title}", "", "| event | level | fields | meaning | what to do |"]
         lines.append("|---|---|---|---|---|")
         for event in catalog.events_of(title):
-            fields = [f"`{name}`: {kind.__name__}" for name, kind in event.fields.items()]
-            fields += ["`exception`: str"] if event.has_traceback else []
+            fields = [f"`{name}`" for name in event.fields]
+            fields += ["`exception`"] if event.has_traceback else []
             lines.append(
                 f"| `{event.name}` | {catalog.level_name(event)} | {', '.join(fields)} | "
                 f"{_cell(event.meaning)} | {_cell(event.advice)} |"
@@ -301,8 +299,11 @@ def manifest_tables() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _first_line(kind: type) -> str:
-    return (inspect.getdoc(kind) or "").split("\n", 1)[0]
+def _cause(kind: type[errors.IskanderError]) -> str:
+    """First line of an error's docstring, and the settings of its limits."""
+    line = (inspect.getdoc(kind) or "").split("\n", 1)[0]
+    names = ", ".join(f"`{name}`" if "." in name else f"`[{name}]`" for name in kind.settings)
+    return f"{line} ({names})" if names else line
 
 
 def _type_name(kind: object) -> str:

@@ -11,7 +11,7 @@ At a load of 1 the worker can just run all rows in full batches. The ablation is
 without client names: clients without a name have no rhythm, and no batch is held for them.
 
     python -m benchmarks.scheduling --json build/scheduling.json
-    python -m benchmarks.scheduling --plots docs/images --page docs/scheduling.md
+    python -m benchmarks.scheduling --plots benchmarks/images --page benchmarks/scheduling/README.md
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def render(results: dict[str, Any]) -> str:
 
 
 def render_for_page(results: dict[str, Any]) -> str:
-    """The tables of docs/scheduling.md: missed deadlines, one load in full, held batches."""
+    """The tables of README.md: missed deadlines, one load in full, held batches."""
     sweep = results["sweep"]
     headings = [f"{name}, {load}" for name in sweep for load in TABLE_LOADS]
     rows = [

@@ -1,4 +1,4 @@
-"""The snippets of docs/protocols.md, run unchanged against the quickstart's model."""
+"""The snippets of docs/protocols/, run unchanged against the quickstart's model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from support.models import ROOT, TWO_TOWER
 from support.processes import Gateway, running
 from support.robots import address_of, ask, connected
 
-PAGE = (ROOT / "docs" / "protocols.md").read_text()
+PAGES = sorted((ROOT / "docs" / "protocols").glob("*.md"))
+PAGE = "\n".join(path.read_text() for path in PAGES)
+EMBEDDING = (ROOT / "docs" / "extending.md").read_text()
 GRPC, HTTP, ZMQ = "127.0.0.1:50051", "127.0.0.1:8000", "127.0.0.1:5555"
 KSERVE_PYTHON = os.environ.get("KSERVE_PYTHON", "")
 """KServe's client needs its own environment: see test_oip_kserve.py."""
@@ -25,7 +27,7 @@ MODEL = {"name": "movielens-two-tower", "path": str(TWO_TOWER), "intra_threads":
 WORKERS: dict[str, Any] = {"groups": ["0"], "reattach_s": 5.0}
 SNIPPETS = {
     f"{heading}, {number}": (language, code)
-    for heading, section in re.findall(r"^##+ (.+?)\n(.*?)(?=^##|\Z)", PAGE, re.M | re.S)
+    for heading, section in re.findall(r"^##* (.+?)\n(.*?)(?=^#|\Z)", PAGE, re.M | re.S)
     for number, (language, code) in enumerate(
         re.findall(r"^```(python|sh)\n(.*?)^```", section, re.M | re.S), 1
     )
@@ -105,7 +107,7 @@ def test_every_client_has_a_snippet() -> None:
 def test_program_that_embeds_the_gateway_serves_and_prints_measurements(
     tmp_path: Path,
 ) -> None:
-    (code,) = re.findall(r"^```py\n(.*?)^```", PAGE, re.M | re.S)
+    (code,) = re.findall(r"^```py\n(.*?)^```", EMBEDDING, re.M | re.S)
     program = tmp_path / "program.py"
     program.write_text(code.replace('"iskander.toml"', "__import__('sys').argv[-1]"))
     with (

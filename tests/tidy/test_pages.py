@@ -10,6 +10,7 @@ import msgspec
 from support.commands import options, parsers
 from support.loops import for_each
 
+from iskander.cli.startup.systemd_units import STOP_SLACK_S
 from iskander.config.reference import settings
 from iskander.config.schema import Config
 from iskander.gateway.protocols.terms import ClientTerms
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "protocols").glob("*.md")),
     *sorted((ROOT / "benchmarks").rglob("README.md")),
     *sorted((ROOT / "configs").rglob("README.md")),
 ]
@@ -137,3 +139,19 @@ def test_tests_of_the_security_page() -> None:
     tests = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     named = re.findall(r"`(test_\w+)`", (ROOT / "docs" / "security.md").read_text("utf-8"))
     assert named and [name for name in named if f"def {name}(" not in tests] == []
+
+
+@each_page
+def test_values_of_settings(page: Path) -> None:
+    """A number in brackets behind the name of a setting is its default."""
+    defaults = {setting.path: setting.default for setting in settings()}
+    pattern = r"`([a-z_]+\.[a-z_]+)` \((\d[\d,.]*) ?(|s|ms|us|%|batches)\)"
+    for name, value, _ in re.findall(pattern, page.read_text("utf-8")):
+        assert float(value.replace(",", "")) == defaults[name], name
+
+
+def test_stop_timeout_of_the_unit() -> None:
+    unit = (ROOT / "configs" / "systemd" / "iskander-gateway.service").read_text("utf-8")
+    (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    server = Config().server
+    assert int(stop_s) >= server.lame_duck_s + 2 * server.drain_s + STOP_SLACK_S

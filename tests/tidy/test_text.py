@@ -31,13 +31,13 @@ def test_functions_have_a_maximum_length(path: Path) -> None:
             assert node.end_lineno - node.lineno < FUNCTION_LINES_MAX, node.name
 
 
-def test_request_page_lists_the_steps_of_the_source() -> None:
-    """Each `# Step N` is in the function that docs/request.md names for it, in order."""
+def test_architecture_page_lists_the_steps_of_the_source() -> None:
+    """Each `# Step N` is in the function that docs/architecture.md names for it, in order."""
     steps: dict[int, list[str]] = {}
     for path in SOURCES:
         for number in re.findall(r"# Step (\d+)$", path.read_text(), re.MULTILINE):
             steps.setdefault(int(number), []).append(path.name)
-    page = (ROOT / "docs" / "request.md").read_text()
+    page = (ROOT / "docs" / "architecture.md").read_text()
     documented = {
         int(number): re.findall(r"`([\w/]+\.py)`", line)
         for number, line in re.findall(r"^(\d+)\. (.*)$", page, re.MULTILINE)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from iskander import errors
+from iskander.config.reference import settings as known_settings
 from iskander.errors import MESSAGE_BYTES_MAX, Fault, IskanderError, shorten, utf8_problem
 
 WIRE_BYTES_MAX = 2048
@@ -292,3 +293,12 @@ def test_failed_run_with_its_cause() -> None:
     assert (received.status, received.http_status) == ("INVALID_ARGUMENT", 400)
     assert errors.ExecutionFailed("stof").fault is Fault.MODEL
     assert IskanderError.from_wire({"code": "internal", "fault": "client"}).fault is Fault.SERVER
+
+
+def test_settings_of_errors_exist() -> None:
+    paths = {setting.path for setting in known_settings()}
+    sections = {path.partition(".")[0] for path in paths}
+    named = {name for kind in IskanderError._by_code.values() for name in kind.settings}
+    assert named and named <= paths | sections
+    for code in ("limit", "queue_full", "arena_full", "overloaded"):
+        assert IskanderError._by_code[code].settings, code

@@ -203,6 +203,20 @@ def test_contradictory_settings_are_rejected(
         load(f"{rejected}\n{MODEL}")
 
 
+def test_larger_batches_of_the_operating_page(load: Load) -> None:
+    """The page's block is accepted, and refused with the default of a setting that it checks."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "operating.md").read_text("utf-8")
+    block = re.search(r"^### Larger batches\n.*?^```toml\n(.*?)^```", page, re.M | re.S)
+    assert block is not None
+    lines = block[1].splitlines()
+    load("\n".join([*lines, MODEL]))
+    checked = [line for line in lines if "# at least" in line and "or 0" not in line]
+    assert len(checked) == 4
+    for line in checked:
+        with pytest.raises(ConfigError):
+            load("\n".join([*(each for each in lines if each != line), MODEL]))
+
+
 MODEL_CONTRADICTIONS = [
     ('execution_providers = ["cuda", "cpu"]', 'execution_providers = ["cpu", "cpu"]', "twice"),
     ("inter_threads = 1", "inter_threads = 2", "models[0].inter_threads = 2 has no effect"),
