@@ -24,6 +24,7 @@ COMPILED = (
     "iskander/foundation/measurement/histogram.py",
     "iskander/foundation/varint.py",
     "iskander/gateway/auth/grants.py",
+    "iskander/gateway/protocols/flight/batch_message.py",
     "iskander/gateway/protocols/flight/codec.py",
     "iskander/gateway/protocols/flight/data.py",
     "iskander/gateway/protocols/flight/exchange.py",

@@ -20,6 +20,7 @@ from iskander.errors import IskanderError
 from iskander.gateway.protocols.flight.codec import ParsedBatch, StreamCodec
 from iskander.gateway.protocols.flight.data import read_flight_data
 from iskander.gateway.protocols.flight.plan import Plan
+from support.codecs import decode
 
 LIMITS = LimitsConfig()
 ROWS = 5
@@ -101,7 +102,7 @@ class Stream:
 
     def decode(self, messages: Iterable[tuple[bytes, bytes]]) -> list[ParsedBatch]:
         decoded = (
-            self.codec.decode(memoryview(h), unaligned(b), APP_METADATA) for h, b in messages
+            decode(self.codec, memoryview(h), unaligned(b), APP_METADATA) for h, b in messages
         )
         return [parsed for parsed in decoded if parsed is not None]
 

@@ -421,16 +421,20 @@ def contract_of(number: int) -> Contract:
 def read_message(codec: StreamCodec, raw: bytes, memory: _Memory) -> ParsedBatch | None:
     """Read a message as a stream does: on the event loop, or on a thread with charged memory."""
     with engine.product():
-        if codec.is_quick(raw):
-            try:
-                with memory.bounded(LOOP_BYTES + LOOP_FACTOR * len(raw)):
-                    return codec.read(raw, is_on_loop=True)
-            except LongMessage:
-                pass
-        charged = codec.work_bytes(raw)
+        with memory.bounded(LOOP_BYTES + LOOP_FACTOR * len(raw)):
+            parsed = codec.repeated(raw)
+            if parsed is not None:
+                return parsed
+            message = codec.locate(raw)
+            if codec.is_quick(message):
+                try:
+                    return codec.decode(message, is_on_loop=True)
+                except LongMessage:
+                    pass
+            charged = codec.work_bytes(message)
         engine.charge(charged)
         with memory.bounded(THREAD_BYTES + THREAD_FACTOR * len(raw) + charged):
-            return codec.read(raw)
+            return codec.decode(message)
 
 
 class _Memory:

@@ -129,9 +129,10 @@ def check_location(raw: bytes) -> None:
     REGION_FILE.write(CONTENT)
     codec = SharedCodec(PLAN, LIMITS, lambda: REGION)
     try:
-        codec.is_quick(message)
-        assert codec.work_bytes(message) >= 0
-        parsed = codec.read(message)
+        located = codec.locate(message)
+        codec.is_quick(located)
+        assert codec.work_bytes(located) >= 0
+        parsed = codec.decode(located)
     except IskanderError as error:
         assert str(error)
         if location is not None and is_inside(location):
@@ -156,7 +157,8 @@ def in_band(location: BodyLocation) -> ParsedBatch | IskanderError | None:
     body = CONTENT[start : start + length]
     message = data_head(location.header, location.app_metadata, len(body)) + body
     try:
-        return StreamCodec(PLAN, LIMITS).read(message)
+        codec = StreamCodec(PLAN, LIMITS)
+        return codec.decode(codec.locate(message))
     except IskanderError as error:
         return error
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.codecs import decode
 
 from iskander.arrow import ipc
 from iskander.arrow.request_schema import request_schema
@@ -68,7 +69,7 @@ def read(contract: Contract, batch: pa.RecordBatch, limits: LimitsConfig = LIMIT
             codec = StreamCodec(Plan(header, contract, limits), limits)
         else:
             body = memoryview(bytes(message.body) if message.body else b"")
-            parsed = codec.decode(memoryview(header), body, b"")
+            parsed = decode(codec, memoryview(header), body, b"")
     assert parsed is not None
     return parsed
 

@@ -31,6 +31,7 @@ from iskander.contract.dtypes import OFFSET_BYTES
 from iskander.contract.processing.strings import string_lengths, string_ranges
 from iskander.contract.tensors import ALIGNMENT, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
+from iskander.gateway.protocols.flight.batch_message import BatchMessage
 from iskander.gateway.protocols.flight.columns.convert import BatchPortion, Converter, LongMessage
 from iskander.gateway.protocols.flight.data import Parts, data_head, read_flight_data
 from iskander.gateway.protocols.flight.plan import (
@@ -123,43 +124,50 @@ class StreamCodec:
         """Set whether each later batch is one request (`Converter.is_whole`)."""
         self._converter.is_whole = is_whole
 
-    def is_quick(self, raw: bytes | memoryview) -> bool:
-        """Whether a message is small, or its header is cached; read others on a thread.
+    def locate(self, raw: bytes | memoryview) -> BatchMessage:
+        """Find the parts of a message; raises `MalformedInput`."""
+        data = read_flight_data(raw)
+        return BatchMessage(raw, data.header, data.body, data.app_metadata, data.head_bytes)
 
-        `read` may still raise LongMessage.
+    def is_quick(self, message: BatchMessage) -> bool:
+        """Whether to decode a message on the event loop: it is small, or its header is cached.
+
+        `decode` may still raise LongMessage.
         """
-        if len(raw) <= WHOLE_BYTES:
+        if message.size <= WHOLE_BYTES:
             return not self.plan.is_wide
-        return self._is_quick(read_flight_data(raw).header, len(raw))
-
-    def _is_quick(self, header: bytes | memoryview, length: int) -> bool:
-        if length <= WHOLE_BYTES:
-            return not self.plan.is_wide
-        return bytes(header[:CACHED_HEADER_BYTES_MAX]) in self.plan.header_cache
+        if isinstance(message.body, SegmentRange) and self.plan.forwarded:
+            return False  # The body is copied.
+        return bytes(message.header[:CACHED_HEADER_BYTES_MAX]) in self.plan.header_cache
 
     @property
     def dictionary_bytes(self) -> int:
         """Memory of decoded dictionaries, without the messages that contain them."""
         return self._converter.reader.decoded_bytes
 
-    def work_bytes(self, raw: bytes | memoryview) -> int:
-        """Upper bound of the temporary memory to read a message, without the message."""
-        data = read_flight_data(raw)
-        return self._work_bytes(data.header, data.body)
+    def work_bytes(self, message: BatchMessage) -> int:
+        """Upper bound of the temporary memory to decode a message.
 
-    def _work_bytes(self, header: bytes | memoryview, body: memoryview | SegmentRange) -> int:
-        message = ipc.read_message(header)
-        if message.kind == ipc.DICTIONARY_BATCH:
-            return 2 * self._dictionary_work_bytes(bytes(header), message, body)
-        if message.kind != ipc.RECORD_BATCH:
-            return 0
-        plan, batch = self.plan, ipc.read_batch(header, message)
-        if not (plan.is_converted or batch.is_compressed or message.version != ipc.METADATA_V5):
-            return 0
+        It includes the private copy of a body in the client's region, but not the message itself.
+        """
+        body, copied_bytes = message.body, 0
+        if isinstance(body, SegmentRange):
+            require_limit("bytes", len(body), self._limits.bytes)
+            copied_bytes = len(body)
+        kind = message.head.kind
+        if kind == ipc.DICTIONARY_BATCH:
+            return copied_bytes + 2 * self._converter.dictionary_work_bytes(message)
+        if kind != ipc.RECORD_BATCH:
+            return copied_bytes
+        plan, batch = self.plan, message.batch
+        if not (
+            plan.is_converted or batch.is_compressed or message.head.version != ipc.METADATA_V5
+        ):
+            return copied_bytes
         require_limit("rows", batch.rows, self._limits.rows)
         cost = self._converter.cost(batch, body)
         # Conversion writes the batch once more.
-        work = 2 * cost.work_bytes
+        work = copied_bytes + 2 * cost.work_bytes
         if plan.is_converted:
             work += len(body) + NODE_BYTES * plan.layout.nodes
             if plan.has_texts:
@@ -167,103 +175,95 @@ class StreamCodec:
                 work += 3 * (texts if plan.expands_texts else min(texts, sum(cost.lengths)))
         return work
 
-    def _dictionary_work_bytes(
-        self, header: bytes, message: ipc.Message, body: memoryview | SegmentRange
-    ) -> int:
-        dictionary, is_delta, batch = ipc.read_dictionary(header, message)
-        return self._converter.dictionary_work_bytes(dictionary, batch, body, is_delta=is_delta)
+    def repeated(self, raw: bytes | memoryview) -> ParsedBatch | None:
+        """Return the batch of a message that differs from the last one only in its body.
 
-    def is_dictionary(self, raw: bytes | memoryview) -> bool:
-        """Whether a message, which may be invalid, is a dictionary."""
-        try:
-            return ipc.read_message(self._header(raw)).kind == ipc.DICTIONARY_BATCH
-        except IskanderError:
-            return False
-
-    def _header(self, raw: bytes | memoryview) -> bytes | memoryview:
-        return read_flight_data(raw).header
-
-    def read(self, raw: bytes | memoryview, *, is_on_loop: bool = False) -> ParsedBatch | None:
-        """Parse one message of the stream; None for a dictionary. Raises as `decode` does."""
-        last = self._last
-        if last is not None and len(raw) == self._last_bytes:
-            head_bytes = len(self._last_head)
-            if raw[:head_bytes] == self._last_head:
-                # Only the body differs from the last message, and no check reads the body.
-                body = memoryview(raw)[head_bytes:]
-                return ParsedBatch(
-                    last.rows, body, last.tensors, last.response, [], last.app_metadata
-                )
-        data = read_flight_data(raw)
-        if not data.header:
-            raise MalformedInput("a message of the stream has no record batch")
-        if data.app_metadata:
-            require_app_metadata(len(data.app_metadata), self._limits)
-        self._last = None
-        app_metadata = bytes(data.app_metadata)
-        parsed = self.decode(data.header, data.body, app_metadata, is_on_loop=is_on_loop)
-        if parsed is not None and 0 < data.head_bytes <= CACHED_HEADER_BYTES_MAX:
-            cached = self.plan.header_cache.get(bytes(data.header))
-            if cached is not None and cached.tensors is parsed.tensors:
-                self._last_head, self._last_bytes = bytes(raw[: data.head_bytes]), len(raw)
-                self._last = replace(parsed, body=memoryview(b""))
-        return parsed
-
-    def decode(
-        self,
-        header: memoryview,
-        body: memoryview | SegmentRange,
-        app_metadata: bytes,
-        *,
-        is_on_loop: bool = False,
-    ) -> ParsedBatch | None:
-        """Check the parts of one message; None for a dictionary, which is stored.
-
-        With `is_on_loop`, raises LongMessage, and changes nothing, if a thread should read it.
+        None for any other message. No check of the last one read its body.
         """
+        last = self._last
+        if last is None or len(raw) != self._last_bytes:
+            return None
+        head_bytes = len(self._last_head)
+        if raw[:head_bytes] != self._last_head:
+            return None
+        body = memoryview(raw)[head_bytes:]
+        return ParsedBatch(last.rows, body, last.tensors, last.response, [], last.app_metadata)
+
+    def decode(self, message: BatchMessage, *, is_on_loop: bool = False) -> ParsedBatch | None:
+        """Check one message of the stream; None for a dictionary, which is stored.
+
+        With `is_on_loop`, raises LongMessage, and changes nothing, if a thread should decode it.
+        """
+        if message.error is not None:
+            raise message.error
+        header, body = message.header, message.body
+        if not header:
+            raise MalformedInput("a message of the stream has no record batch")
+        if message.app_metadata:
+            require_app_metadata(len(message.app_metadata), self._limits)
         require_header(header)
-        raw = bytes(header)
-        cached = self.plan.header_cache.get(raw)
+        self._last = None
+        key, app_metadata = bytes(header), bytes(message.app_metadata)
+        cached = self.plan.header_cache.get(key)
         if cached is not None and cached.body_bytes == len(body):
             body = _private(body) if self.plan.forwarded else body
-            return ParsedBatch(cached.rows, body, cached.tensors, cached.response, [], app_metadata)
-        message = ipc.read_message(raw)
-        if not 0 <= message.body_bytes <= len(body):
-            declared = f"the header declares a body of {message.body_bytes} bytes"
+            parsed = ParsedBatch(
+                cached.rows, body, cached.tensors, cached.response, [], app_metadata
+            )
+            self._remember(message, parsed)
+            return parsed
+        declared_bytes = message.head.body_bytes
+        if not 0 <= declared_bytes <= len(body):
+            declared = f"the header declares a body of {declared_bytes} bytes"
             raise MalformedInput(f"{declared}, got {len(body)}")
-        if message.kind == ipc.DICTIONARY_BATCH:
-            require_limit("bytes", len(body), self._limits.bytes)
-            if is_on_loop:
-                work = self._dictionary_work_bytes(raw, message, body)
-                _require_short(work, len(raw) + len(body))
-            self._converter.add_dictionary(raw, message, _private(body))
+        kind = message.head.kind
+        if kind == ipc.DICTIONARY_BATCH:
+            self._store_dictionary(message, is_on_loop=is_on_loop)
             return None
-        if message.kind != ipc.RECORD_BATCH:
-            what = "a second schema" if message.kind == ipc.SCHEMA else f"kind {message.kind}"
+        if kind != ipc.RECORD_BATCH:
+            what = "a second schema" if kind == ipc.SCHEMA else f"kind {kind}"
             raise MalformedInput(f"wanted a record batch, got {what}")
-        batch = ipc.read_batch(raw, message)
+        batch = message.batch
         require_limit("rows", batch.rows, self._limits.rows)
         require_limit("bytes", len(body), self._limits.bytes)
-        is_current = not batch.is_compressed and message.version == ipc.METADATA_V5
+        is_current = not batch.is_compressed and message.head.version == ipc.METADATA_V5
         if self.plan.is_converted or not is_current:
-            cost = self._converter.cost(batch, body)
-            text_bytes_max = NO_LIMIT
-            if is_on_loop:
-                size = len(raw) + len(body)
-                _require_short(cost.decoded_bytes, size)
-                text_bytes_max = _loop_bytes(size)
-            private = _private(body)
-            plain = self._converter.plain(raw, batch, private, cost, text_bytes_max)
-            parsed = self._check(plain.batch, plain.body, plain.passthrough, app_metadata)
-            return replace(parsed, portions=plain.portions, source_bytes=sum(cost.lengths))
+            return self._convert(message, app_metadata, is_on_loop=is_on_loop)
         is_cacheable = self.plan.is_header_sufficient
         if not is_cacheable or self.plan.forwarded:
             body = _private(body)
         parsed = self._check(batch, body, [], app_metadata)
-        if is_cacheable and len(raw) <= CACHED_HEADER_BYTES_MAX:
+        if is_cacheable and len(key) <= CACHED_HEADER_BYTES_MAX:
             checked = CachedHeader(parsed.rows, len(body), parsed.tensors, parsed.response)
-            self.plan.remember(raw, checked)
+            self.plan.remember(key, checked)
+            self._remember(message, parsed)
         return parsed
+
+    def _remember(self, message: BatchMessage, parsed: ParsedBatch) -> None:
+        """Keep a batch that only its header determines, for `repeated`."""
+        if 0 < message.head_bytes <= CACHED_HEADER_BYTES_MAX:
+            raw = message.raw
+            self._last_head, self._last_bytes = bytes(raw[: message.head_bytes]), len(raw)
+            self._last = replace(parsed, body=memoryview(b""))
+
+    def _store_dictionary(self, message: BatchMessage, *, is_on_loop: bool) -> None:
+        require_limit("bytes", len(message.body), self._limits.bytes)
+        if is_on_loop:
+            _require_short(self._converter.dictionary_work_bytes(message), message.size)
+        self._converter.add_dictionary(message, _private(message.body))
+
+    def _convert(
+        self, message: BatchMessage, app_metadata: bytes, *, is_on_loop: bool
+    ) -> ParsedBatch:
+        """Rewrite a batch as a plain one, and check that."""
+        cost = self._converter.cost(message.batch, message.body)
+        text_bytes_max = NO_LIMIT
+        if is_on_loop:
+            _require_short(cost.decoded_bytes, message.size)
+            text_bytes_max = _loop_bytes(message.size)
+        plain = self._converter.plain(message, _private(message.body), cost, text_bytes_max)
+        parsed = self._check(plain.batch, plain.body, plain.passthrough, app_metadata)
+        return replace(parsed, portions=plain.portions, source_bytes=sum(cost.lengths))
 
     def prepare(self, parsed: ParsedBatch, results: bytes | memoryview) -> Parts | Unrendered:
         """Build the input of `frames` from a batch's results."""

@@ -28,6 +28,7 @@ from iskander.errors import (
 )
 from iskander.foundation.clock import now_ns
 from iskander.foundation.logs import requests as log
+from iskander.gateway.protocols.flight.batch_message import BatchMessage
 from iskander.gateway.protocols.flight.codec import LongMessage, ParsedBatch, StreamCodec
 from iskander.gateway.protocols.flight.columns.split import SplitBatch, split_batch
 from iskander.gateway.protocols.flight.data import FlightData, read_flight_data, schema_frame
@@ -370,22 +371,27 @@ class Exchange:
 
     def _read_batch(self, raw: Message) -> None:
         """Read and admit one batch, in a task if it is slow or must wait."""
-        assert self._codec is not None and self.target.lane is not None
-        self._codec.set_whole(is_whole=self.target.lane.rules.is_whole)
+        codec = self._codec
+        assert codec is not None and self.target.lane is not None
+        codec.set_whole(is_whole=self.target.lane.rules.is_whole)
+        message: BatchMessage | None = None
         try:
-            if not self._codec.is_quick(raw):
-                self._admission = self._loop.create_task(self._read_and_admit(raw))
-                return
-            parsed = self._codec.read(raw, is_on_loop=True)
+            parsed = codec.repeated(raw)
             if parsed is None:
-                self._update_dictionary_charge()
+                message = codec.locate(raw)
+                if not codec.is_quick(message):
+                    raise LongMessage
+                parsed = codec.decode(message, is_on_loop=True)
+            if parsed is None:
+                return self._update_dictionary_charge()
             pending = self._admit(parsed, len(raw))
             if pending is not None:
-                self._admission = self._loop.create_task(self._read_and_admit(raw, pending))
+                self._admission = self._loop.create_task(self._read_and_admit(message, pending))
         except LongMessage:
-            self._admission = self._loop.create_task(self._read_and_admit(raw))
+            assert message is not None
+            self._admission = self._loop.create_task(self._read_and_admit(message))
         except IskanderError as error:
-            self._reject(raw, error)
+            self._reject(error, message)
 
     def _update_dictionary_charge(self) -> None:
         assert self._codec is not None
@@ -397,20 +403,22 @@ class Exchange:
         self._dictionary_bytes = size
 
     async def _read_and_admit(
-        self, raw: Message, pending: PendingBatch | SplitBatch | None = None
+        self, message: BatchMessage | None, pending: PendingBatch | SplitBatch | None = None
     ) -> None:
-        """Read a batch on a thread if it is not read yet, and wait for its input lease."""
+        """Read a message on a thread, unless its batch is `pending`; wait for the input lease."""
         assert self._codec is not None
         work_bytes = 0
         try:
             if pending is None:
-                required = self._codec.work_bytes(raw)
+                assert message is not None
+                required = self._codec.work_bytes(message)
                 async with self._plans.threads.turn(self._call.caller):
                     self._call.charge_memory(required)
                     work_bytes = required
-                    parsed = await self._plans.threads.run(self._codec.read, raw)
+                    parsed = await self._plans.threads.run(self._codec.decode, message)
                 self._update_dictionary_charge()
-                pending = self._admit(parsed, len(raw))
+                if parsed is not None:
+                    pending = self._admit(parsed, len(message.raw))
             elif pending.parsed.source_bytes:
                 # Its inputs are built from columns, and are no part of the message.
                 required = _input_bytes(pending)
@@ -423,7 +431,7 @@ class Exchange:
         except IskanderError as error:
             if self._tracer is not None and pending is not None:
                 self._trace(pending, error)
-            self._reject(raw, error)
+            self._reject(error, message)
         except Exception as failure:
             log.stream_failed(stage="batch admission", error=failure)
             internal = IskanderError("the server failed to admit the batch")
@@ -435,12 +443,8 @@ class Exchange:
         self._admission = None
         self._read()
 
-    def _admit(
-        self, parsed: ParsedBatch | None, raw_bytes: int
-    ) -> PendingBatch | SplitBatch | None:
-        """Admit a batch, or return it if it must wait; None stands for a dictionary."""
-        if parsed is None:
-            return None
+    def _admit(self, parsed: ParsedBatch, raw_bytes: int) -> PendingBatch | SplitBatch | None:
+        """Admit a batch, or return it if it must wait."""
         assert self._codec is not None and self.target.lane is not None
         if not self.target.is_current:
             try:
@@ -517,14 +521,15 @@ class Exchange:
         self._unwritten.append(pending)
         self._window.enter(pending.held_bytes)
 
-    def _reject(self, raw: Message, error: IskanderError) -> None:
+    def _reject(self, error: IskanderError, message: BatchMessage | None) -> None:
         """Put an in-band error in the window in place of its batch, or end the stream.
 
         A dictionary has no result of its own, and the batches after it depend on it.
         """
         assert self._codec is not None
         detach(error)
-        if self._terms.is_in_band and not self._codec.is_dictionary(raw):
+        is_dictionary = message is not None and message.is_dictionary
+        if self._terms.is_in_band and not is_dictionary:
             self._append(RejectedBatch(error))
             self._write_soon()
         else:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.codecs import decode
 from support.lanes import CONTRACT, lane_of, request_of
 
 from iskander.config.schema import LimitsConfig
@@ -74,7 +75,7 @@ def read(
     codec = StreamCodec(Plan(bytes(schema.metadata), contract, limits), limits)
     codec.set_whole(is_whole=is_whole)
     body = memoryview(bytes(message.body) if message.body else b"")
-    parsed = codec.decode(memoryview(bytes(message.metadata)), body, b"")
+    parsed = decode(codec, memoryview(bytes(message.metadata)), body, b"")
     assert parsed is not None
     return parsed
 

@@ -25,6 +25,7 @@ from iskander.arrow.utf8 import require_string_bytes, require_strings
 from iskander.arrow.values import view_bytes
 from iskander.config.schema import LimitsConfig
 from iskander.errors import MalformedInput
+from iskander.gateway.protocols.flight.batch_message import BatchMessage
 from iskander.gateway.protocols.flight.columns.dictionaries import BatchReader, deep_key
 from iskander.gateway.protocols.flight.columns.inputs import assemble, bucket_numbers
 from iskander.gateway.protocols.flight.columns.results import result_columns
@@ -110,28 +111,27 @@ class Converter:
         decoded = rows * plan.row_decoded_bytes
         return Cost(lengths, first + decoded, first + rows * plan.row_work_bytes)
 
-    def dictionary_work_bytes(
-        self, dictionary: int, batch: ipc.Batch, body: memoryview | SegmentRange, *, is_delta: bool
-    ) -> int:
+    def dictionary_work_bytes(self, message: BatchMessage) -> int:
         """Temporary memory to decode a dictionary; raises LimitExceeded if it is too large."""
+        dictionary, is_delta, batch = message.dictionary
         work = 0
         if batch.is_compressed:
-            work = sum(self._expanded_lengths(batch, body))
+            work = sum(self._expanded_lengths(batch, message.body))
             require_limit("bytes", work, self._limits.bytes)
         return work + (self.reader.joined_bytes(dictionary) if is_delta else self.reader.next_bytes)
 
-    def add_dictionary(self, header: bytes, message: ipc.Message, body: memoryview) -> None:
-        """Store a dictionary, or a delta of one, for the batches after it."""
-        dictionary, is_delta, batch = ipc.read_dictionary(header, message)
+    def add_dictionary(self, message: BatchMessage, body: memoryview) -> None:
+        """Store a dictionary, or a delta of one, for the batches after it; `body` is private."""
+        dictionary, is_delta, batch = message.dictionary
         expanded = sum(self._expanded_lengths(batch, body)) if batch.is_compressed else 0
         require_limit("bytes", expanded, self._limits.bytes)
-        body = body[: message.body_bytes]
+        body, header = body[: message.head.body_bytes], bytes(message.header)
         self.reader.add_dictionary(dictionary, header, body, expanded, is_delta=is_delta)
 
     def plain(
-        self, header: bytes, batch: ipc.Batch, body: memoryview, cost: Cost, text_bytes_max: int
+        self, message: BatchMessage, body: memoryview, cost: Cost, text_bytes_max: int
     ) -> RewrittenBatch:
-        """Rewrite a batch as a plain one.
+        """Rewrite a batch as a plain one; `body` is private.
 
         Raises:
             LongMessage: The decoded strings have more than `text_bytes_max` bytes.
@@ -140,7 +140,7 @@ class Converter:
         plan = self._plan
         try:
             # pyarrow can take rows of `selectable`, whose dictionaries may have other types.
-            read, selectable = self.reader.read(header, body)
+            read, selectable = self.reader.read(bytes(message.header), body)
             self._require_decoded(selectable, cost, text_bytes_max)
             portions = self._portions(selectable) if plan.is_converted else ()
             fields = plan.plain_schema
@@ -154,9 +154,9 @@ class Converter:
             fields = (*plan.passthrough, *plan.group_columns)
             passthrough = [read.column(field.name) for field in fields]
         plain_header = ipc.header_of(plain)
-        message = ipc.read_message(plain_header)
-        plain_body = memoryview(plain).cast("B")[len(plain) - message.body_bytes :]
-        plain_batch = ipc.read_batch(plain_header, message)._replace(rows=read.num_rows)
+        plain_head = ipc.read_message(plain_header)
+        plain_body = memoryview(plain).cast("B")[len(plain) - plain_head.body_bytes :]
+        plain_batch = ipc.read_batch(plain_header, plain_head)._replace(rows=read.num_rows)
         return RewrittenBatch(plain_batch, plain_body, passthrough, portions)
 
     def _portions(self, read: pa.RecordBatch) -> tuple[BatchPortion, ...]:

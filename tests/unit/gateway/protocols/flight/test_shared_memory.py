@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 import pytest
+from support.codecs import is_quick, read_message, work_bytes
 
 from iskander.config.schema import HEADER_BYTES_MAX, LimitsConfig
 from iskander.contract.column_types import parse_column_type
@@ -75,7 +76,7 @@ class SharedStream:
         return location_message(BodyLocation(header, (offset, len(body)), b"mine"))
 
     def read(self, raw: bytes) -> ParsedBatch:
-        parsed = self.codec.read(raw)
+        parsed = read_message(self.codec, raw)
         assert parsed is not None
         return parsed
 
@@ -102,7 +103,7 @@ def test_fixed_width_tensors_are_read_in_place() -> None:
     stream = SharedStream(numbers())
     for _ in range(2):  # The second pass uses the cached header.
         raw = stream.locate()
-        assert stream.codec.is_quick(raw)
+        assert is_quick(stream.codec, raw)
         parsed = stream.read(raw)
         assert parsed.rows == ROWS
         assert parsed.app_metadata == b"mine"
@@ -174,7 +175,7 @@ def test_dictionaries_are_copied() -> None:
         [pa.array([1, 2]), pa.array(["a", "b"]).dictionary_encode()], names=["x", "d"]
     )
     stream = SharedStream(batch)
-    assert stream.codec.read(stream.locate(0)) is None
+    assert read_message(stream.codec, stream.locate(0)) is None
     stream.fill(255)
     (column,) = stream.read(stream.locate(1)).passthrough
     assert column.to_pylist() == ["a", "b"]
@@ -184,7 +185,7 @@ def test_batch_with_an_inline_body_is_read() -> None:
     stream = SharedStream(numbers())
     header, body = stream.messages[-1]
     raw = data_head(header, b"mine", len(body)) + body
-    assert stream.codec.is_quick(raw)
+    assert is_quick(stream.codec, raw)
     assert values(stream.read(raw)) == np.arange(ROWS).tobytes()
 
 
@@ -193,9 +194,9 @@ def test_large_body_in_a_region_is_not_quick() -> None:
     stream = SharedStream(numbers(rows))
     raw = stream.locate()
     assert len(raw) < 1000
-    assert not stream.codec.is_quick(raw)
+    assert not is_quick(stream.codec, raw)
     stream.read(raw)
-    assert stream.codec.is_quick(raw)  # Its header is cached.
+    assert is_quick(stream.codec, raw)  # Its header is cached.
 
 
 def test_memory_to_read_a_body_in_the_region_is_counted() -> None:
@@ -203,11 +204,11 @@ def test_memory_to_read_a_body_in_the_region_is_counted() -> None:
     columns, options = {"x": pa.array(np.zeros(1 << 17, np.int64))}, {"compression": "zstd"}
     stream = SharedStream(pa.record_batch(columns), **options)
     for number in range(len(stream.messages) - 1):
-        assert stream.codec.read(stream.locate(number)) is None
+        assert read_message(stream.codec, stream.locate(number)) is None
     header, body = stream.messages[-1]
-    counted = stream.codec.work_bytes(data_head(header, b"", len(body)) + body)
+    counted = work_bytes(stream.codec, data_head(header, b"", len(body)) + body)
     assert counted >= 2 << 20
-    assert stream.codec.work_bytes(stream.locate()) == counted + len(body)
+    assert work_bytes(stream.codec, stream.locate()) == counted + len(body)
 
 
 def invalid_location(body: tuple[int, int]) -> tuple[SharedStream, bytes]:
@@ -222,13 +223,13 @@ def invalid_location(body: tuple[int, int]) -> tuple[SharedStream, bytes]:
 def test_body_outside_the_region_is_rejected(body: tuple[int, int]) -> None:
     stream, raw = invalid_location(body)
     with pytest.raises(MalformedInput, match="of a region of"):
-        stream.codec.read(raw)
+        read_message(stream.codec, raw)
 
 
 def test_body_range_that_is_too_short_is_rejected() -> None:
     stream, raw = invalid_location((0, 8 * ROWS - 1))
     with pytest.raises(MalformedInput):
-        stream.codec.read(raw)
+        read_message(stream.codec, raw)
 
 
 @pytest.mark.parametrize(
@@ -245,18 +246,27 @@ def test_body_range_that_is_too_short_is_rejected() -> None:
 def test_invalid_body_locations_are_rejected(location: dict[str, object]) -> None:
     stream = SharedStream(numbers())
     raw = location_message(location)
-    for method in (stream.codec.is_quick, stream.codec.read):
-        with pytest.raises(IskanderError) as caught:
-            method(raw)
-            stream.codec.read(raw)
-        assert isinstance(caught.value, MalformedInput)
+    with pytest.raises(IskanderError) as caught:
+        read_message(stream.codec, raw)
+    assert isinstance(caught.value, MalformedInput)
+
+
+def test_dictionary_outside_the_region_is_known_as_one() -> None:
+    """The batches after it depend on it, so that its error ends a stream."""
+    columns = [pa.array([1, 2]), pa.array(["a", "b"]).dictionary_encode()]
+    stream = SharedStream(pa.record_batch(columns, names=["x", "d"]))
+    (header, _), *_ = stream.messages
+    message = stream.codec.locate(location_message(BodyLocation(bytes(header), (0, 1 << 40))))
+    with pytest.raises(MalformedInput, match="of a region of"):
+        stream.codec.decode(message)
+    assert message.is_dictionary
 
 
 def test_header_and_location_limits_apply() -> None:
     stream = SharedStream(numbers())
     for header_bytes, message in ((HEADER_BYTES_MAX + 1, "header"), (3 << 20, "body location")):
         with pytest.raises(LimitExceeded, match=message):
-            stream.codec.read(location_message(BodyLocation(bytes(header_bytes), (0, 1))))
+            read_message(stream.codec, location_message(BodyLocation(bytes(header_bytes), (0, 1))))
 
 
 def test_large_dictionary_is_rejected_before_it_is_read() -> None:
@@ -267,7 +277,9 @@ def test_large_dictionary_is_rejected_before_it_is_read() -> None:
     stream.region = ClientSegment("iskander-test", LIMITS.bytes + len(body) + 8)
     for _ in range(3):
         with pytest.raises(LimitExceeded):
-            stream.codec.read(location_message(BodyLocation(header, (0, LIMITS.bytes + 1))))
+            read_message(
+                stream.codec, location_message(BodyLocation(header, (0, LIMITS.bytes + 1)))
+            )
     assert not stream.codec._converter.reader._parts
 
 
@@ -276,9 +288,9 @@ def test_closed_region_is_rejected() -> None:
     raw = stream.locate()
     stream.is_open = False
     with pytest.raises(RegionNotFound):
-        stream.codec.read(raw)
+        read_message(stream.codec, raw)
 
 
 def test_empty_message_is_rejected() -> None:
     with pytest.raises(MalformedInput, match="no record batch"):
-        SharedStream(numbers()).codec.read(b"")
+        read_message(SharedStream(numbers()).codec, b"")

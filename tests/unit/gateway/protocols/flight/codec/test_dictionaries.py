@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pyarrow as pa
 import pytest
+from support.codecs import decode, work_bytes
 from support.flight_streams import (
     CODECS,
     LIMITS,
@@ -159,7 +160,7 @@ def test_long_decoding_is_not_done_on_the_loop() -> None:
     stream = Stream(contract_of(), schema[0])
     assert len(bomb[1]) < 1 << 16
     with pytest.raises(LongMessage):
-        stream.codec.decode(memoryview(bomb[0]), memoryview(bomb[1]), b"", is_on_loop=True)
+        decode(stream.codec, *bomb, is_on_loop=True)
     assert len(stream.decode([bomb])) == 1
 
 
@@ -191,7 +192,7 @@ def test_dictionary_inside_a_type_is_validated_once(
     assert counts
     for _ in range(20):
         header, body = map(memoryview, batch)
-        parsed = stream.codec.decode(header, body, b"", is_on_loop=True)
+        parsed = decode(stream.codec, header, body, b"", is_on_loop=True)
         assert parsed is not None
     assert len(validated) == counts
     (response,) = stream.read(stream.respond([batch]))
@@ -267,8 +268,8 @@ def test_delta_of_a_large_dictionary_is_not_decoded_on_the_loop() -> None:
     stream.decode([dictionary, batch])
 
     with pytest.raises(LongMessage):
-        stream.codec.decode(memoryview(delta[0]), memoryview(delta[1]), b"", is_on_loop=True)
-    assert stream.codec.work_bytes(data_head(delta[0], b"", len(delta[1])) + delta[1]) > 1 << 21
+        decode(stream.codec, *delta, is_on_loop=True)
+    assert work_bytes(stream.codec, data_head(delta[0], b"", len(delta[1])) + delta[1]) > 1 << 21
 
 
 def test_dictionaries_decoded_again_after_errors_are_limited() -> None:
@@ -382,7 +383,7 @@ def test_replaced_dictionary_is_released_before_the_first_batch() -> None:
     stream = Stream(contract_of(), schema[0])
     body = np.frombuffer(first[1], np.uint8).copy()
     reference = weakref.ref(body)
-    stream.codec.decode(memoryview(first[0]), memoryview(body), b"")
+    decode(stream.codec, memoryview(first[0]), memoryview(body), b"")
     del body
     assert reference() is not None
     stream.decode([first])

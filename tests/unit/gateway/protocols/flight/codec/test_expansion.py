@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from support.arrow_memory import peak_of
+from support.codecs import decode, work_bytes
 from support.flight_streams import (
     Stream,
     batch_of,
@@ -71,10 +72,10 @@ def test_small_batch_that_becomes_large_is_decoded_on_a_thread(name: str) -> Non
         parts = memoryview(header), memoryview(body), b""
         if is_long:
             with pytest.raises(LongMessage):
-                stream.codec.decode(*parts, is_on_loop=True)
+                decode(stream.codec, *parts, is_on_loop=True)
             assert stream.decode([(header, body)])
         else:
-            assert stream.codec.decode(*parts, is_on_loop=True) is not None
+            assert decode(stream.codec, *parts, is_on_loop=True) is not None
 
 
 @pytest.mark.parametrize("name", EXPANDING)
@@ -85,7 +86,7 @@ def test_temporary_memory_of_a_batch_is_known_before_it_is_decoded(name: str) ->
     *dictionaries, (header, body) = rest
     stream = Stream(contract_of(spec("x", type_text)), schema[0])
     stream.decode(dictionaries)
-    charged = stream.codec.work_bytes(data_head(header, b"", len(body)) + body)
+    charged = work_bytes(stream.codec, data_head(header, b"", len(body)) + body)
 
     def decode() -> int:
         tracemalloc.start()
@@ -126,7 +127,7 @@ def test_temporary_memory_of_a_cast_is_known_before_it(name: str, kind: str) -> 
     schema, *dictionaries, (header, body) = messages(batch_of(x=column))
     stream = Stream(contract, schema[0])
     stream.decode(dictionaries)
-    charged = stream.codec.work_bytes(data_head(header, b"", len(body)) + body)
+    charged = work_bytes(stream.codec, data_head(header, b"", len(body)) + body)
 
     def decode() -> int:
         tracemalloc.start()

@@ -7,6 +7,7 @@ import struct
 import numpy as np
 import pyarrow as pa
 import pytest
+from support.codecs import read_message
 from support.flight_streams import (
     CODECS,
     FORGED_SCHEMA,
@@ -36,13 +37,13 @@ def test_app_metadata_is_limited() -> None:
     schema, (header, body) = messages(batch_of(x=x_of()))
     stream = Stream(contract_of(), schema[0], app_metadata_bytes=100)
     for size in (0, 100):
-        parsed = stream.codec.read(data_head(header, b"m" * size, len(body)) + body)
+        parsed = read_message(stream.codec, data_head(header, b"m" * size, len(body)) + body)
         assert parsed is not None and len(parsed.app_metadata) == size
 
     for header_bytes, body_bytes in ((header, body), (FORGED_SCHEMA, b"")):
         message = data_head(header_bytes, b"m" * 101, len(body_bytes)) + body_bytes
         with pytest.raises(LimitExceeded, match=r"101 bytes, limit 100 \(`limits\.app_"):
-            stream.codec.read(message)
+            read_message(stream.codec, message)
 
 
 @pytest.mark.parametrize("compression", CODECS)

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.codecs import decode
 
 from iskander.arrow import ipc
 from iskander.arrow.types import output_schema
@@ -56,7 +57,7 @@ def response_of(
     plan = Plan(bytes(schema.metadata), contract, LIMITS)
     codec = StreamCodec(plan, LIMITS)
     (parsed,) = filter(
-        None, (codec.decode(memoryview(m.metadata), memoryview(m.body), b"") for m in rest)
+        None, (decode(codec, memoryview(m.metadata), memoryview(m.body), b"") for m in rest)
     )
     stream = [ipc.encapsulate(plan.response_header)]
     for frame in codec.frames(codec.prepare(parsed, results)):
