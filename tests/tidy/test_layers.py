@@ -268,13 +268,25 @@ SOURCES = sorted(
 
 
 @functools.cache
+def import_nodes(name: str) -> tuple[list[ast.Import | ast.ImportFrom], set[int]]:
+    """All imports of a file, and the identities of those for type checkers."""
+    found, unused = [], set()
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append(node)
+        elif isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            unused |= {id(each) for each in node.body}
+    return found, unused
+
+
+@functools.cache
 def imports(name: str) -> frozenset[str]:
     """Modules that a file imports, including late imports; `from a import b` adds a.b too."""
     names = set()
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+    for node in import_nodes(name)[0]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             names.add(node.module)
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return frozenset(names)
@@ -295,13 +307,10 @@ def _module(name: str) -> str:
 
 
 def _runtime_imports(name: str, modules: set[str]) -> set[str]:
-    tree = ast.parse((ROOT / name).read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
+    nodes, unused = import_nodes(name)
     targets = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in unused:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             targets |= (names & modules) or ({node.module} & modules)
     return targets - {_module(name)}
