@@ -159,18 +159,13 @@ def log_tables() -> str:
         f"Keys of a JSON line: {', '.join(f'`{key}`' for key in RESERVED)};",
         "the last three only if they apply. Further keys are the fields of the event. Lines of",
         f"other libraries have the event `{catalog.LIBRARY_MESSAGE}`. The command",
-        "`iskander logs explain EVENT` also prints the types of the fields.",
+        "`iskander logs explain EVENT` also prints its fields with their types, and what to do.",
     ]
     for title in catalog.GROUPS:
-        lines += ["", f"## {title}", "", "| event | level | fields | meaning | what to do |"]
-        lines.append("|---|---|---|---|---|")
+        lines += ["", f"## {title}", "", "| event | level | meaning |", "|---|---|---|"]
         for event in catalog.events_of(title):
-            fields = [f"`{name}`" for name in event.fields]
-            fields += ["`exception`"] if event.has_traceback else []
-            lines.append(
-                f"| `{event.name}` | {catalog.level_name(event)} | {', '.join(fields)} | "
-                f"{_cell(event.meaning)} | {_cell(event.advice)} |"
-            )
+            level = catalog.level_name(event)
+            lines.append(f"| `{event.name}` | {level} | {_cell(event.meaning)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -255,9 +250,9 @@ def metrics_table() -> str:
         if declared is triton_metrics.TRITON_METRICS:
             lines += ["With `admin.triton_metrics`, for dashboards made for Triton.", ""]
         lines += [f"Common labels: {names}.", ""] if names else []
-        lines += ["| metric | kind | unit | labels | meaning |", "|---|---|---|---|---|"]
+        lines += ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{metric.name}` | {metric.kind} | {metric.unit} | "
+            f"| `{metric.name}` | {metric.kind} | "
             f"{', '.join(f'`{label}`' for label in metric.labels)} | {_cell(metric.sentence)} |"
             for metric in declared
         ]
@@ -267,10 +262,10 @@ def metrics_table() -> str:
         "",
         "With `server.processes` above 1 the metrics above also have the label `process`.",
         "",
-        "| metric | kind | unit | labels | meaning |",
-        "|---|---|---|---|---|",
-        f"| `iskander_process_up` | gauge |  | `process` | {merged.UP} |",
-        f"| `iskander_process_starts_total` | counter |  | `process` | {merged.STARTS} |",
+        "| metric | kind | labels | meaning |",
+        "|---|---|---|---|",
+        f"| `iskander_process_up` | gauge | `process` | {merged.UP} |",
+        f"| `iskander_process_starts_total` | counter | `process` | {merged.STARTS} |",
     ]
     return "\n".join(lines) + "\n"
 
