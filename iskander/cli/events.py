@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import ssl
 import sys
 from datetime import datetime
 from typing import TYPE_CHECKING
-
-import msgspec
+from urllib.parse import urlsplit
 
 from iskander.cli import command
-from iskander.cli.command import UsageError, print_lines
+from iskander.cli.command import UsageError, print_lines, token_of_environment
 from iskander.foundation.exit_codes import ExitCode
-from iskander.gateway.event_stream.messages import Batch, Completion, Event
+from iskander.gateway.event_stream.messages import Change, Completion, Lost, SentEvent
 from iskander.gateway.event_stream.subscriber import Subscriber
 
 if TYPE_CHECKING:
     from iskander.cli.command import Commands
 
-WAIT_S = 0.5
 NS_PER_MS = 1e6
-SCHEMES = ("ipc://", "tcp://")
+WILDCARDS = ("0.0.0.0", "::")
+REASONS = {
+    "slow": "they were not read in time",
+    "expired": "the server no longer had them after the reconnection",
+    "restarted": "the server was restarted",
+}
 
 
 def add_commands(commands: Commands) -> None:
@@ -29,8 +33,8 @@ def add_commands(commands: Commands) -> None:
     sentence = "print the events of a server, live: completed requests, changes of workers, models"
     parser = command.add_command(commands, "events", _events, sentence, command.add_address)
     parser.epilog = (
-        "--address is that of a server, which is asked for its `events.address`, or that one "
-        "itself: ipc://PATH or tcp://HOST:PORT. The number of lost events is printed on stderr."
+        "--address is that of a server, which is asked for its `admin.address`, or that one "
+        "itself: http://HOST:PORT. The number of lost events is printed on stderr."
     )
     sentence = "begin of topics, such as completion/churn/ or worker; repeatable (default: all)"
     parser.add_argument("--topic", action="append", default=[], metavar="TOPIC", help=sentence)
@@ -41,47 +45,61 @@ def add_commands(commands: Commands) -> None:
 
 def _events(arguments: argparse.Namespace) -> int:
     left = arguments.count or float("inf")
-    with Subscriber(_address(arguments), arguments.topic) as subscriber:
-        try:
-            while left > 0:
-                received = subscriber.receive(WAIT_S)
-                if received is None:
-                    continue
-                topic, message, lost = received
-                if lost:
-                    sys.stderr.write(f"iskander: {lost} events lost before this line\n")
-                if isinstance(message, Batch):
-                    shown = message.events[: int(min(left, len(message.events)))]
-                    left -= len(shown)
-                    _print(topic, message, shown, as_json=arguments.json)
-        finally:
-            losses = subscriber.losses
-            dropped = sum(losses.dropped.values())
-            sys.stderr.write(
-                f"iskander: {losses.lost} events lost, {dropped} dropped by the server\n"
-            )
+    counted = unknown = 0
+    url, token = _address(arguments), token_of_environment()
+    subscriber = Subscriber(url, arguments.topic, token=token, tls=_tls(arguments))
+    try:
+        for sent in subscriber.events():
+            event = sent.decode()
+            if isinstance(event, Lost):
+                counted += event.lost or 0
+                unknown += event.lost is None
+                count = "an unknown number of" if event.lost is None else event.lost
+                text = f"{count} events lost before this line: {REASONS[event.reason]}"
+                sys.stderr.write(f"iskander: {text}\n")
+                continue
+            _print(sent, event, as_json=arguments.json)
+            left -= 1
+            if left <= 0:
+                break
+    finally:
+        subscriber.close()
+        places = f", an unknown number at {unknown} places" if unknown else ""
+        sys.stderr.write(f"iskander: {counted} events lost{places}\n")
     return ExitCode.DONE
 
 
 def _address(arguments: argparse.Namespace) -> str:
-    """Return the address of the stream; ask the server for it."""
+    """Return the URL of the stream; ask the server for it."""
     address: str = arguments.address
-    if address.startswith(SCHEMES):
+    if address.startswith(("http://", "https://")):
         return address
+    if address.startswith(("ipc://", "tcp://")):
+        text = "events are served over HTTP: use the address of the server, or http://HOST:PORT"
+        raise UsageError(f"--address {address}: {text} of its `admin.address`")
     with command.connect(arguments) as client:
         found: str = client.stats().get("events", {}).get("address", "")
     if not found:
-        raise UsageError(f"the server at {address} has no event stream (`events.address`)")
+        raise UsageError(f"the server at {address} has no event stream (`events.enabled`)")
+    parts = urlsplit(found)
+    if parts.hostname in WILDCARDS:  # It listens on all addresses, also on the one in use.
+        host = address.rpartition(":")[0]
+        return parts._replace(netloc=f"{host}:{parts.port}").geturl()
     return found
 
 
-def _print(topic: str, batch: Batch, events: list[Event], *, as_json: bool) -> None:
+def _tls(arguments: argparse.Namespace) -> ssl.SSLContext:
+    tls = ssl.create_default_context(cafile=arguments.tls_roots)
+    if arguments.tls_certificate:
+        tls.load_cert_chain(arguments.tls_certificate, arguments.tls_key)
+    return tls
+
+
+def _print(sent: SentEvent, event: Completion | Change, *, as_json: bool) -> None:
     if as_json:
-        known = {"topic": topic, "process": batch.process}
-        lines = [json.dumps(known | msgspec.to_builtins(event)) for event in events]
+        print_lines(json.dumps({"topic": sent.topic} | json.loads(sent.data)))
     else:
-        lines = [f"{_time(event.at_s)} {topic} {_describe(event)}" for event in events]
-    print_lines(*lines)
+        print_lines(f"{_time(event.at_s)} {sent.topic} {_describe(event)}")
     sys.stdout.flush()
 
 
@@ -89,8 +107,8 @@ def _time(at_s: float) -> str:
     return datetime.fromtimestamp(at_s).strftime("%H:%M:%S")
 
 
-def _describe(event: Event) -> str:
-    if not isinstance(event, Completion):
+def _describe(event: Completion | Change) -> str:
+    if isinstance(event, Change):
         return f"{event.level}: {event.text}"
     times = f"queue {event.queue_ns / NS_PER_MS:.2f} ms, run {event.run_ns / NS_PER_MS:.2f} ms"
     trace = f", trace {event.trace_id}" if event.trace_id else ""

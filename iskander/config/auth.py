@@ -31,10 +31,10 @@ class AccessConfig(Section, frozen=True, kw_only=True):
             and changes of tokens, and numbers of failed authentications. It is created with mode
             0600, and only appended to. Empty: the log, at the level `info`.
         allow_unprotected_network: Listeners that may be open to the network without TLS or without
-            tokens: `server.address`, `http.address`, `inferential.address`, `admin.address`,
-            `events.address` or `extensions.protocols.NAME`. Without its name here, a listener on an
-            address other than loopback needs both; the ports of Inferential, of the admin and of
-            the event stream have neither.
+            tokens: `server.address`, `http.address`, `inferential.address`, `admin.address` or
+            `extensions.protocols.NAME`. Without its name here, a listener on an address other than
+            loopback needs both; the ports of Inferential and of the admin have neither, except that
+            `/events` of the admin port needs a token.
         allowed_hosts: Names in `Host` of requests to `http.address` and `admin.address`, such as
             `scores.example` or `*.svc`, beside those of the server itself. `*`: every name.
         allowed_origins: Origins of web pages, such as `https://ui.example`, that may send requests

@@ -6,24 +6,22 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from iskander.config.section import Section
+from iskander.config.section import MIB, Section
 
 
 class EventsConfig(Section, frozen=True, kw_only=True):
-    """A ZeroMQ PUB socket with completed requests and changes of workers and models.
+    """Completed requests and changes of workers and models as server-sent events.
 
     Attributes:
-        address: `ipc://PATH` or `tcp://HOST:PORT` of a loopback address. Port 0: a free port.
-            Empty: disabled. Several gateway processes share it.
-        queue: Events that wait for the next message; further ones are dropped and counted.
-        subscriber_messages: Messages that wait for a slow subscriber; it loses further ones. A
-            message has up to 256 events.
-        subscribers: Open connections of subscribers; further ones are closed at once.
+        enabled: Serve the stream at `/events` of `admin.address`, to callers with a token if
+            `access.tokens` is set.
+        subscribers: Open streams; further ones are rejected.
+        buffer_bytes: Memory of the last events, for subscribers that read slowly or connect again;
+            what no longer fits is lost for them, and the stream says how many events that are.
     """
 
-    restart_reason: ClassVar[str] = "the publisher is set up at the start"
+    restart_reason: ClassVar[str] = "the stream is set up at the start"
 
-    address: str = ""
-    queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 8192
-    subscriber_messages: Annotated[int, Meta(ge=1, le=1_000_000)] = 1000
-    subscribers: Annotated[int, Meta(ge=1, le=10_000)] = 64
+    enabled: bool = False
+    subscribers: Annotated[int, Meta(ge=1, le=1000)] = 64
+    buffer_bytes: Annotated[int, Meta(ge=65_536, le=1 << 30)] = 8 * MIB

@@ -147,7 +147,7 @@ def require_relations(config: Config) -> None:
     has_effect = bool(access.tokens) or not access.anonymous
     require(has_effect, "access.anonymous has no effect without access.tokens")
     listeners = ["server.address", "http.address", "inferential.address"]
-    listeners += ["admin.address", "events.address"]
+    listeners += ["admin.address"]
     listeners += (f"extensions.protocols.{name}" for name in config.extensions.protocols)
     for name in access.allow_unprotected_network:
         rule = f"access.allow_unprotected_network: {name} is no listener; expected one of"

@@ -78,6 +78,8 @@ def fixed(config: Config) -> dict[str, object]:
         "admin.page": config.admin.page,
         "admin.log_format": config.admin.log_format,
         "events": config.events,
+        # The parent verifies the tokens of subscribers.
+        "access": config.access if config.events.enabled else None,
         "http.address": config.http.address,
         "inferential.address": config.inferential.address,
     }

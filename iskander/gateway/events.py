@@ -1,7 +1,7 @@
 """Event stream of a gateway process, and of a parent.
 
-One process listens on `events.address`. Several are connected to their parent, which broadcasts
-their events and its own, so that subscribers have one address.
+A single process serves its stream. Several send their events to their parent, which serves them and
+its own.
 
 Runs on: gateway loop, and the parent's loop.
 """
@@ -9,74 +9,78 @@ Runs on: gateway loop, and the parent's loop.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from iskander.config.schema import Config
-from iskander.foundation.logs import gateway as log
+from iskander.gateway.auth.grants import Authenticator
 from iskander.interprocess.control.runtime_directory import Member
 
 if TYPE_CHECKING:
-    from iskander.gateway.event_stream.broadcaster import Broadcaster
-    from iskander.gateway.event_stream.forwarder import Forwarder
+    from iskander.gateway.event_stream.endpoint import EventEndpoint
+    from iskander.gateway.event_stream.parent_link import ParentLink, ParentListener
     from iskander.gateway.event_stream.publisher import Publisher
 
-NAME = "event stream"
 
+class EventStream:
+    """The stream of a process; without `events.enabled` its methods do nothing.
 
-def create_stream(config: Config, member: Member) -> Publisher | None:
-    """Return the stream of a process; None without `events.address`."""
-    if not config.events.address:
-        return None
-    from iskander.gateway.event_stream.publisher import Publisher
+    Attributes:
+        publisher: The events; None if disabled.
+    """
 
-    return Publisher(config.events, member.number if member.peers else None)
+    def __init__(self, config: Config, process: int | None = None) -> None:
+        self.publisher: Publisher | None = None
+        self._config = config.events
+        self._link: ParentLink | None = None
+        self._listener: ParentListener | None = None
+        if config.events.enabled:
+            from iskander.gateway.event_stream.publisher import Publisher
 
+            self.publisher = Publisher(config.events, process)
 
-async def start_stream(
-    stream: Publisher | None, config: Config, member: Member, runtime: Path
-) -> None:
-    """Start to publish; raises ConfigError if the address is in use."""
-    if stream is None:
-        return
-    if member.peers:
-        from iskander.gateway.event_stream.forwarder import ForwardedPublications
+    def endpoint(self, authenticator: Authenticator) -> EventEndpoint | None:
+        """Return the application for the admin port; None if disabled."""
+        if self.publisher is None:
+            return None
+        from iskander.gateway.event_stream.endpoint import EventEndpoint
 
-        stream.start(ForwardedPublications(config, runtime.parent))
-    else:
-        stream.start(await _start_broadcaster(config))
+        return EventEndpoint(self.publisher, self._config, authenticator)
 
-
-class ForwardedStreams:
-    """The streams of the gateway processes, and the parent's own one."""
-
-    def __init__(self) -> None:
-        self._forwarder: Forwarder | None = None
-        self._stream: Publisher | None = None
-
-    async def start(self, config: Config, runtime: Path) -> None:
-        """Start to forward and to publish; raises ConfigError if the address is in use."""
-        if not config.events.address:
+    def start(self, member: Member, runtime: Path, admin_address: str) -> None:
+        """Start to publish at the admin port, or to send to the parent."""
+        if self.publisher is None:
             return
-        from iskander.gateway.event_stream.forwarder import Forwarder
-        from iskander.gateway.event_stream.publisher import Publisher
+        if member.peers:
+            from iskander.gateway.event_stream.parent_link import ParentLink
 
-        broadcaster = await _start_broadcaster(config)
-        self._stream = Publisher(config.events)
-        self._stream.start(broadcaster)
-        self._forwarder = Forwarder(broadcaster, config, runtime)
+            self._link = ParentLink(self.publisher, runtime.parent)
+        else:
+            self.publisher.address = _url(admin_address)
+        self.publisher.start()
+
+    async def receive(self, runtime: Path, admin_address: str) -> None:
+        """Start to publish in a parent, and to receive the events of its processes."""
+        if self.publisher is None:
+            return
+        from iskander.gateway.event_stream.parent_link import ParentListener
+
+        self._listener = ParentListener(self.publisher, runtime, _url(admin_address))
+        await self._listener.start()
+        self.publisher.start()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the URL, and counts of events and subscribers; empty if disabled."""
+        return {} if self.publisher is None else self.publisher.stats()
 
     async def stop(self) -> None:
-        """Publish the last events, and end."""
-        if self._forwarder is not None:
-            self._forwarder.stop()
-        if self._stream is not None:
-            await self._stream.stop()
+        """Publish the last events, and end; idempotent."""
+        if self._listener is not None:
+            await self._listener.stop()
+        if self.publisher is not None:
+            await self.publisher.stop()
+        if self._link is not None:
+            await self._link.stop()
 
 
-async def _start_broadcaster(config: Config) -> Broadcaster:
-    from iskander.gateway.event_stream.broadcaster import Broadcaster
-
-    broadcaster = Broadcaster(config)
-    await broadcaster.start()
-    log.protocol_listening(protocol=NAME, address=broadcaster.address)
-    return broadcaster
+def _url(admin_address: str) -> str:
+    return f"http://{admin_address}/events"

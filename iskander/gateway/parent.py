@@ -31,9 +31,11 @@ from iskander.foundation.clock import NS_PER_S, now_ns
 from iskander.foundation.exit_codes import ExitCode
 from iskander.foundation.file_watcher import ReloadStatus
 from iskander.foundation.logs import gateway as log
+from iskander.gateway.auth.audit import AuditLog
+from iskander.gateway.auth.grants import Authenticator
 from iskander.gateway.child import ChildProcess
 from iskander.gateway.child_settings import fixed
-from iskander.gateway.events import ForwardedStreams
+from iskander.gateway.events import EventStream
 from iskander.gateway.repository.load_intents import LoadIntents
 from iskander.gateway.secrets import require_secrets
 from iskander.gateway.supervision.lifecycle import BACKOFF_MAX_S, backoff_s
@@ -106,7 +108,9 @@ class Parent:
         self._reloading: asyncio.Task[None] | None = None
         self._admin: AdminServer | None = None
         self._events = EventLog()
-        self._streams = ForwardedStreams()
+        self._audit = AuditLog(config.access.audit_file)
+        self._access: Authenticator | None = None
+        self._stream = EventStream(config)
         self._reloads = ReloadStatus()
         self._checked_ns = now_ns()
         self._check_timer: asyncio.TimerHandle | None = None
@@ -118,7 +122,6 @@ class Parent:
         """
         try:
             await self._ports.hold(self._config)
-            await self._streams.start(self._config, self._runtime.path)
             await self._start_admin()
             for process in self.processes:
                 self._loop.add_reader(process.notices, self._on_notice, process)
@@ -232,10 +235,20 @@ class Parent:
                 self._events.start()
                 status = MergedStatus(self.processes, self.reasons, self._events).read
             access = self._config.access
+            if self._config.events.enabled:
+                self._audit.start()
+                self._access = Authenticator(access, lambda: None, audit=self._audit)
+                self._access.start()
             self._admin = AdminServer(
-                address, self.reasons, page, read_status=status, access=access
+                address,
+                self.reasons,
+                page,
+                read_status=status,
+                access=access,
+                events=None if self._access is None else self._stream.endpoint(self._access),
+                streams_max=self._config.events.subscribers,
             )
-            await self._admin.start()
+            await self._stream.receive(self._runtime.path, await self._admin.start())
 
     def _start(self, process: ChildProcess) -> None:
         if process.timer is not None:
@@ -449,10 +462,13 @@ class Parent:
     async def _release(self) -> None:
         if self._check_timer is not None:
             self._check_timer.cancel()
+        await self._stream.stop()
         if self._admin is not None:
             await self._admin.stop()
+        if self._access is not None:
+            self._access.stop()
+            self._audit.stop()
         self._events.stop()
-        await self._streams.stop()
         for process in self.processes:
             if process.timer is not None:
                 process.timer.cancel()

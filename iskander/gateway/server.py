@@ -20,7 +20,7 @@ from iskander.foundation.logs import gateway as log
 from iskander.foundation.measurement.recent_values import RecentValues
 from iskander.gateway.auth.audit import AuditLog
 from iskander.gateway.auth.grants import Authenticator
-from iskander.gateway.events import create_stream, start_stream
+from iskander.gateway.events import EventStream
 from iskander.gateway.observation.drift_installed import require_sketches
 from iskander.gateway.observation.process import ObserverProcess
 from iskander.gateway.protocols.extension import Services, create_protocols
@@ -108,8 +108,9 @@ class Server:
         busy_polling = BusyPolling(config.server.busy_poll_us)
         self._dispatcher = Dispatcher(self._input_arena, self._models.by_key, busy_polling)
         self._entry = Entry(self._input_arena, self._dispatcher.submit, config.limits)
-        self._stream = create_stream(config, self._member)
-        recorders = [each.recorder for each in (self._traces, self._stream) if each is not None]
+        self._stream = EventStream(config, index if self._member.peers else None)
+        observers = (self._traces, self._stream.publisher)
+        recorders = [each.recorder for each in observers if each is not None]
         self._dispatcher.tracer = joined(recorders)
         self._supervisor = Supervisor(
             config,
@@ -247,11 +248,19 @@ class Server:
             render, limits = Collector(self._sources, scopes).render, self._connection_limits
             status = self._start_status() if config.admin.page else None
             reasons = self._models.reasons
+            events = None if self._member.peers else self._stream.endpoint(self._access)
             self._admin = AdminServer(
-                address, reasons, render, limits, status, access=config.access
+                address,
+                reasons,
+                render,
+                limits,
+                status,
+                access=config.access,
+                events=events,
+                streams_max=config.events.subscribers,
             )
             self._admin_address = await self._admin.start()
-        await start_stream(self._stream, config, self._member, self._runtime.path)
+        self._stream.start(self._member, self._runtime.path, self._admin_address)
         self.audit.start()
         self._access.start()
         self._tls.start()
@@ -328,10 +337,9 @@ class Server:
             await self._supervisor.release_workers()
         else:
             await self._supervisor.stop()
-        await self._release()
         log.stopped()
-        if self._stream is not None:
-            await self._stream.stop()
+        await self._stream.stop()
+        await self._release()
 
     def configure(self, config: Config) -> None:
         """Apply the `Live` settings of a configuration that differs in no others."""
@@ -363,9 +371,8 @@ class Server:
         self._repository.close()
         await self._stop_listeners(0)
         await self._supervisor.abandon()
+        await self._stream.stop()
         await self._release()
-        if self._stream is not None:
-            await self._stream.stop()
 
     def kill_workers(self) -> None:
         """Kill the workers before an immediate exit."""
@@ -380,7 +387,7 @@ class Server:
             "process": self._member.number,
             "inferential": self._inferential.stats(),
             "access": self._access.stats(),
-            "events": {} if self._stream is None else self._stream.stats(),
+            "events": self._stream.stats(),
             "sources": {} if self._flight.sources is None else self._flight.sources.stats(),
             "observation": {} if self._observation is None else self._observation.stats(),
         }

@@ -1,10 +1,11 @@
-"""Event stream of real gateways, as subscribers of other programs receive it."""
+"""Event stream of real gateways, as programs of others receive it."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
-import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -13,94 +14,99 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import msgspec
-import psutil
 import pyarrow as pa
 import pytest
-import zmq
 from pyarrow import flight
 from support import models
 from support.processes import BIN, Gateway, eventually, running
 from support.proxies import free_ports
 
 from iskander.errors import IskanderError
+from iskander.gateway.auth.tokens import add_token
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BATCH = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 TOPIC = "completion/ids/1"
 WITHIN_S = 20.0
-GROWN_BYTES_MAX = 16 << 20
-SUBSCRIBER_ENDED = "subscriber ended: more than 256 subscriptions"
+ENABLED: dict[str, Any] = {"enabled": True}
 
-Message = tuple[str, dict[str, Any]]
+Event = dict[str, Any]
 
 
 def served(folder: Path) -> list[dict[str, Any]]:
     return [{"name": "ids", "path": str(models.row_ids(folder / "ids"))}]
 
 
+class Stream:
+    """A response, read line by line as a plain HTTP client does."""
+
+    def __init__(self, url: str, query: str = "", **headers: str) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        self._connection = http.client.HTTPConnection(parts.hostname, parts.port, WITHIN_S)
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        self._connection.request("GET", parts.path + query, headers=sent)
+        self.response = self._connection.getresponse()
+        self.last_id = ""
+        if self.response.status == http.client.OK:
+            self.fields()  # `retry`.
+            self.last_id = self.fields()["id"]
+
+    def fields(self) -> dict[str, str]:
+        """The fields of the next block; empty at the end."""
+        found: dict[str, str] = {}
+        while line := self.response.readline().decode().rstrip("\n"):
+            name, _, value = line.partition(":")
+            found[name] = value.strip()
+        return found
+
+    def events(self) -> Iterator[Event]:
+        """Events with their `name`, until the end."""
+        while fields := self.fields():
+            self.last_id = fields.get("id", self.last_id)
+            if "data" in fields:
+                yield {"name": fields["event"], **json.loads(fields["data"])}
+
+    def until(self, is_last: Callable[[Event], bool]) -> list[Event]:
+        """Events up to one that meets a condition."""
+        found = []
+        for event in self.events():
+            found.append(event)
+            if is_last(event):
+                return found
+        raise AssertionError(f"the stream ended after {found}")
+
+    def close(self) -> None:
+        self.response.close()
+        self._connection.close()
+
+
 @contextmanager
-def subscribed(address: str, *topics: str, **options: int) -> Iterator[Any]:
-    """A plain SUB socket."""
-    context: Any = zmq.Context()
-    sub: Any = context.socket(zmq.SUB)
-    sub.linger = 0
-    for name, value in options.items():
-        setattr(sub, name, value)
-    for topic in topics or ("",):
-        sub.subscribe(topic)
-    sub.connect(address)
+def subscribed(gateway: Gateway, query: str = "", **headers: str) -> Iterator[Stream]:
+    stream = Stream(url_of(gateway), query, **headers)
     try:
-        yield sub
+        yield stream
     finally:
-        sub.close()
-        context.term()
+        stream.close()
 
 
-def messages(sub: Any) -> Iterator[Message]:
-    """Messages until the caller has what it waits for; fails after a timeout."""
-    deadline = time.monotonic() + WITHIN_S
-    while time.monotonic() < deadline:
-        if sub.poll(100):
-            topic, body = sub.recv_multipart()
-            yield topic.decode(), msgspec.msgpack.decode(body)
-    raise AssertionError(f"the expected message did not come within {WITHIN_S:g} s")
-
-
-def events_until(sub: Any, is_last: Callable[[str, dict[str, Any]], bool]) -> list[Message]:
-    """Events by topic, up to one that meets a condition."""
-    events: list[Message] = []
-    for topic, message in messages(sub):
-        for event in message.get("events", ()):
-            events.append((topic, event))
-            if is_last(topic, event):
-                return events
-    return events
-
-
-def wait_for_subscription(sub: Any) -> dict[str, Any]:
-    """Wait for a heartbeat: the publisher knows the subscription."""
-    return next(message for topic, message in messages(sub) if topic == "heartbeat")
+def url_of(gateway: Gateway) -> str:
+    address: str = gateway.stats()["events"]["address"]
+    return address
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("events")
-    address = f"ipc://{folder}/events"
-    with running(folder, served(folder), events={"address": address}) as gateway:
+    with running(folder, served(folder), events=ENABLED) as gateway:
         yield gateway
-    assert not (folder / "events").exists()
-
-
-def address_of(gateway: Gateway) -> str:
-    return f"ipc://{gateway.folder}/events"
 
 
 def test_requests_are_published(gateway: Gateway) -> None:
-    with subscribed(address_of(gateway), "completion/", "heartbeat") as sub:
-        wait_for_subscription(sub)
+    with subscribed(gateway, "?topic=completion/") as stream:
         headers = ((b"traceparent", f"00-{TRACE}-b7ad6b7169203331-01".encode()),)
         options = flight.FlightCallOptions(headers=list(headers))
         with flight.connect(f"grpc://{gateway.address}") as client:
@@ -112,170 +118,74 @@ def test_requests_are_published(gateway: Gateway) -> None:
             writer.close()
         with gateway.client() as client, pytest.raises(IskanderError):
             client.score("unknown", BATCH)
-        found = events_until(sub, lambda topic, _: topic == "completion//")
-        stats = gateway.stats()["events"]
+        completed, refused = stream.until(lambda event: event["outcome"] != "ok")
 
-    (completed,) = [event for topic, event in found if topic == TOPIC]
-    assert completed["kind"] == "completion" and completed["outcome"] == "ok"
+    assert completed["name"] == completed["kind"] == "completion" and completed["process"] is None
     assert (completed["model"], completed["version"], completed["rows"]) == ("ids", "1", 3)
     assert (completed["protocol"], completed["trace_id"]) == ("grpc", TRACE)
     assert 0 < completed["run_ns"] < completed["total_ns"] and completed["queue_ns"] > 0
     assert abs(completed["at_s"] - time.time()) < 600
-    (refused,) = [event for topic, event in found if topic == "completion//"]
-    assert (refused["outcome"], refused["rows"]) == ("model_not_found", 0)
-    assert stats["address"] == address_of(gateway) and stats["dropped"] == 0
+    assert (refused["outcome"], refused["rows"], refused["model"]) == ("model_not_found", 0, "")
 
 
-def test_long_subscription_ends_only_its_connection(gateway: Gateway) -> None:
-    """The limit is that of ZMTP frames, which the gateway would buffer."""
-    address = address_of(gateway)
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0")
-    ready = b"\x05READY\x0bSocket-Type" + (3).to_bytes(4, "big") + b"SUB"
-    with subscribed(address) as other, socket.socket(socket.AF_UNIX) as hostile:
-        hostile.settimeout(WITHIN_S)
-        hostile.connect(address.removeprefix("ipc://"))
-        hostile.sendall(greeting + bytes((4, len(ready))) + ready)
-        hostile.sendall(b"\x02" + (1 << 24).to_bytes(8, "big") + b"\x01topic")
-        while hostile.recv(1024):
-            pass
-        wait_for_subscription(other)
-
-
-def test_subscriptions_without_end_take_bounded_memory_and_others_go_on(gateway: Gateway) -> None:
-    """A SUB socket that connects again after each end of its connection."""
-    process = psutil.Process(gateway.pid)
-    topics = [secrets.token_hex(8) for _ in range(200_000)]
-    with subscribed(address_of(gateway), "completion/ids/", "heartbeat") as honest:
-        wait_for_subscription(honest)
-        before = process.memory_info().rss
-
-        def grown_bytes() -> int:
-            return int(process.memory_info().rss) - before
-
-        with subscribed(address_of(gateway), *topics, sndhwm=0), gateway.client() as client:
-
-            def is_over() -> bool:
-                client.score("ids", BATCH)  # ZeroMQ's PUB reads subscriptions when it sends.
-                return grown_bytes() > GROWN_BYTES_MAX or SUBSCRIBER_ENDED in gateway.text()
-
-            eventually(is_over)
-            assert events_until(honest, lambda topic, _: topic == TOPIC)
-            wait_for_subscription(honest)
-            assert grown_bytes() < GROWN_BYTES_MAX
-            assert SUBSCRIBER_ENDED in gateway.text()
-
-
-@pytest.mark.slow
-def test_changes_are_published(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/events"
-    with (
-        running(tmp_path, served(tmp_path), events={"address": address}) as gateway,
-        subscribed(address, "worker", "heartbeat") as sub,
-    ):
-        wait_for_subscription(sub)
-        gateway.kill_worker()
-        found = events_until(
-            sub, lambda _, event: event.get("fields", {}).get("change") == "loaded"
-        )
-        gateway.wait_ready()
-
-    assert {topic for topic, _ in found} == {"worker"}
-    changes = [event["fields"].get("change", event["event"]) for _, event in found]
-    for name in ("worker_process_exited", "worker_loaded_model"):
-        changes.remove(name)
-    assert changes == ["lost", "spawn due", "attached", "loaded"]
-
-
-@pytest.mark.slow
-def test_slow_subscriber_loses_events_and_can_count_them(tmp_path: Path) -> None:
-    address, sent = f"ipc://{tmp_path}/events", 4000
-    options = {"address": address, "subscriber_messages": 1}
-    with (
-        running(tmp_path, served(tmp_path), events=options) as gateway,
-        subscribed(address, "completion/ids/", "heartbeat", rcvhwm=1) as sub,
-    ):
-        wait_for_subscription(sub)
+def test_curl(gateway: Gateway) -> None:
+    curl = start("curl", "-sN", url_of(gateway))
+    try:
+        eventually(lambda: gateway.stats()["events"]["readers"])
         with gateway.client() as client:
-            for _ in client.stream("ids", (BATCH for _ in range(sent))):
-                pass
-        eventually(lambda: gateway.stats()["events"]["published"] >= sent)
-
-        received = lost = following = 0
-        for topic, message in messages(sub):
-            first = message["next"].get(TOPIC, 0) if topic == "heartbeat" else message["first"]
-            count = len(message.get("events", ()))
-            lost, received, following = lost + first - following, received + count, first + count
-            assert message["dropped"] == 0
-            if following == sent:
-                break
-
-    assert received and lost and received + lost == sent
+            client.score("ids", BATCH)
+        assert curl.stdout is not None
+        lines = [curl.stdout.readline() for _ in range(8)]
+    finally:
+        curl.kill()
+        curl.communicate()
+    assert lines[:2] == ["retry: 1000\n", "\n"] and lines[2] == ": heartbeat\n"
+    assert re.fullmatch(r"id: [0-9a-f]{16}-\d+\n", lines[5])
+    assert lines[6] == "event: completion\n" and lines[7].startswith('data: {"kind":"completion"')
 
 
-@pytest.mark.slow
-def test_events_that_the_server_drops_are_counted(tmp_path: Path) -> None:
-    address, sent = f"ipc://{tmp_path}/events", 300
-    options = {"address": address, "queue": 2}
-    with (
-        running(tmp_path, served(tmp_path), events=options) as gateway,
-        subscribed(address, "completion/ids/", "heartbeat") as sub,
-    ):
-        before = wait_for_subscription(sub)["dropped"]
-        with gateway.client() as client:
-            for _ in client.stream("ids", (BATCH for _ in range(sent))):
-                pass
-        received = dropped = 0
-        for topic, message in messages(sub):
-            received += len(message.get("events", ()))
-            dropped = message["dropped"] - before
-            if topic == "heartbeat" and message["next"].get(TOPIC, 0) + dropped == sent:
-                break
-
-    assert received and dropped and received + dropped == sent
+def test_browser_reads_on_the_page_of_the_server_only(gateway: Gateway) -> None:
+    """With the headers that Chromium and Firefox add to the requests of EventSource."""
+    own = {"sec_fetch_site": "same-origin", "sec_fetch_mode": "cors", "sec_fetch_dest": "empty"}
+    with subscribed(gateway, accept="text/event-stream", **own) as stream:
+        assert stream.response.status == http.client.OK
+        assert stream.response.headers["content-type"] == "text/event-stream"
+    other = own | {"sec_fetch_site": "cross-site", "origin": "https://evil.example"}
+    with subscribed(gateway, **other) as stream:
+        assert stream.response.status == http.client.FORBIDDEN
+    parts = urlsplit(url_of(gateway))
+    assert parts.hostname is not None
+    page = http.client.HTTPConnection(parts.hostname, parts.port, WITHIN_S)
+    page.request("GET", "/")
+    assert "connect-src 'self'" in page.getresponse().headers["content-security-policy"]
+    page.close()
 
 
-@pytest.mark.slow
-def test_several_processes_have_one_address(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    address = f"tcp://127.0.0.1:{port}"
-    with subscribed(address, reconnect_ivl=10) as sub:
-        with running(
-            tmp_path, served(tmp_path), events={"address": address}, server={"processes": 2}
-        ) as gateway:
-            found = events_until(sub, lambda _, event: event.get("event") == "processes_ready")
-            assert gateway.stats()["events"]["address"] == address
-            with gateway.client() as client:
-                for _ in range(5):
-                    client.score("ids", BATCH)
-            scored: dict[int | None, int] = {}
-            for topic, message in messages(sub):
-                if topic == TOPIC:
-                    scored.setdefault(message["process"], 0)
-                    scored[message["process"]] += len(message["events"])
-                if sum(scored.values()) == 5:
-                    break
-            assert scored.keys() <= {0, 1}
-        last = events_until(sub, lambda _, event: event.get("event") == "stopped")
-    assert [event["event"] for topic, event in found if topic == "gateway"][-1] == "processes_ready"
-    assert last
+def test_stream_goes_on_after_the_last_event(gateway: Gateway) -> None:
+    with gateway.client() as client:
+        with subscribed(gateway) as stream:
+            client.score("ids", BATCH)
+            stream.until(lambda event: event["name"] == "completion")
+        for _ in range(3):
+            client.score("ids", BATCH)
+        with subscribed(gateway, last_event_id=stream.last_id) as again:
+            client.score("ids", BATCH)
+            events = [next(again.events()) for _ in range(4)]
+    assert {event["name"] for event in events} == {"completion"}
+    assert again.last_id.split("-")[0] == stream.last_id.split("-")[0]
+    assert int(again.last_id.split("-")[1]) == int(stream.last_id.split("-")[1]) + 4
 
 
-@pytest.mark.slow
-def test_address_in_use_is_a_configuration_error(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/events"
-    with running(tmp_path, served(tmp_path), events={"address": address}):
-        other = Gateway(tmp_path, served(tmp_path / "other"), events={"address": address},
-                        server={"runtime_directory": str(tmp_path / "other-run")})  # fmt: skip
-        other.log = tmp_path / "other.log"
-        other.start(is_ready=False)
-        assert other.wait() == 78
-        assert "another process listens on this path" in other.log.read_text()
+def test_last_event_of_another_server_is_a_gap(gateway: Gateway) -> None:
+    with subscribed(gateway, last_event_id=f"{'0' * 16}-5") as stream:
+        lost = next(stream.events())
+    assert (lost["name"], lost["lost"], lost["reason"]) == ("lost", None, "restarted")
 
 
 def test_command_prints_events(gateway: Gateway) -> None:
     words = ["--topic", "completion/ids/", "--count", "3"]
     asking = start("iskander", "events", "--address", gateway.address, "--json", *words)
-    direct = start("iskander", "events", "--address", address_of(gateway), *words)
+    direct = start("iskander", "events", "--address", url_of(gateway), *words)
     with gateway.client() as client:
         eventually(
             lambda: client.score("ids", BATCH) and {asking.poll(), direct.poll()} == {0},
@@ -285,8 +195,154 @@ def test_command_prints_events(gateway: Gateway) -> None:
     events = [json.loads(line) for line in out.splitlines()]
     expected = [(TOPIC, "ok", 3)] * 3
     assert [(event["topic"], event["outcome"], event["rows"]) for event in events] == expected
-    assert "0 events lost, 0 dropped by the server" in errors
+    assert "iskander: 0 events lost\n" in errors
     assert re.match(r"\d\d:\d\d:\d\d completion/ids/1 ok: 3 rows, queue \d+\.\d\d ms, run ", text)
+
+
+def test_example_of_the_documentation(gateway: Gateway) -> None:
+    page = (ROOT / "docs" / "events.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    program = subprocess.Popen(
+        [sys.executable, "-c", example, url_of(gateway)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        eventually(lambda: gateway.stats()["events"]["readers"])
+        with gateway.client() as client:
+            client.score("ids", BATCH)
+        assert program.stdout is not None
+        assert re.match(r"ids ok 3 \d+\n", program.stdout.readline())
+    finally:
+        program.kill()
+        program.communicate()
+
+
+def test_drain_sends_the_last_events_and_ends_the_streams(tmp_path: Path) -> None:
+    with running(tmp_path, served(tmp_path), events=ENABLED) as gateway:
+        with subscribed(gateway) as stream, subscribed(gateway, "?topic=worker") as workers:
+            gateway.signal(signal.SIGTERM)
+            # The last chunk of the response came, otherwise http.client raises IncompleteRead.
+            events, changes = list(stream.events()), list(workers.events())
+        assert gateway.wait() == 0
+    assert [event["event"] for event in events][-1] == "stopped"
+    assert "drain_started" in [event["event"] for event in events]
+    assert {event["name"] for event in changes} == {"worker"}
+
+
+def test_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.toml"
+    team = add_token(file, "team", ("ids",))
+    operator = add_token(file, "operator", ("*",), manage=True)
+    access = {"tokens": str(file)}
+    gateway = Gateway(tmp_path, served(tmp_path), events=ENABLED, access=access)
+    gateway.token = operator
+    try:
+        gateway.start()
+        for header in ({}, {"authorization": "Bearer no-token"}):
+            with subscribed(gateway, **header) as stream:
+                assert stream.response.status == http.client.UNAUTHORIZED
+                assert "Basic" in stream.response.headers["www-authenticate"]
+        url = url_of(gateway)
+        done = start("iskander", "events", "--address", url)
+        _, errors = done.communicate(timeout=60)
+        assert done.returncode == 77 and "this server requires a token" in errors
+        browser = subprocess.run(  # It sends user name and password, as a browser does.
+            ["curl", "-s", "-m", "1", "-u", f"any:{team}", "-o", "/dev/null", "-w", "%{http_code}",
+             url], stdout=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+        assert browser.stdout == "200"
+        with subscribed(gateway, authorization=f"Bearer {team}") as stream:
+            gateway.kill_worker()
+            gateway.wait_ready()
+            with gateway.client() as client:
+                client.score("ids", BATCH)
+            assert next(stream.events())["name"] == "completion"
+    finally:
+        gateway.stop()
+
+
+@pytest.mark.slow
+def test_changes_are_published(tmp_path: Path) -> None:
+    with (
+        running(tmp_path, served(tmp_path), events=ENABLED) as gateway,
+        subscribed(gateway, "?topic=worker") as stream,
+    ):
+        gateway.kill_worker()
+        found = stream.until(lambda event: event["fields"].get("change") == "loaded")
+        gateway.wait_ready()
+
+    assert {event["name"] for event in found} == {"worker"}
+    changes = [event["fields"].get("change", event["event"]) for event in found]
+    for name in ("worker_process_exited", "worker_loaded_model"):
+        changes.remove(name)
+    assert changes == ["lost", "spawn due", "attached", "loaded"]
+
+
+@pytest.mark.slow
+def test_slow_reader_is_told_its_losses_and_delays_nobody(tmp_path: Path) -> None:
+    """More events than the buffer and the kernel's buffers of both sockets hold."""
+    sent = 25_000
+    options = ENABLED | {"buffer_bytes": 65_536}
+    with running(tmp_path, served(tmp_path), events=options) as gateway:
+        parts = urlsplit(url_of(gateway))
+        with socket.socket() as slow, subscribed(gateway, "?topic=completion/") as quick:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.settimeout(WITHIN_S)
+            slow.connect((parts.hostname, parts.port))
+            slow.sendall(b"GET /events?topic=completion/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            eventually(lambda: gateway.stats()["events"]["readers"] == 2)
+            with gateway.client() as client:
+                results = client.stream("ids", (BATCH for _ in range(sent)))
+                for number, _ in enumerate(results):
+                    if number % 1000 == 0:
+                        next(quick.events())
+            gateway.signal(signal.SIGTERM)
+            text = b""
+            while chunk := slow.recv(1 << 20):
+                text += chunk
+        assert gateway.wait() == 0
+    found = [json.loads(data) for data in re.findall(rb"^data: (.*)$", text, re.MULTILINE)]
+    lost = sum(event["lost"] for event in found if event["kind"] == "lost")
+    received = sum(event["kind"] == "completion" for event in found)
+    assert lost and received and lost + received == sent
+
+
+@pytest.mark.slow
+def test_command_goes_on_after_a_restart_and_says_what_is_missing(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    admin = {"address": f"127.0.0.1:{port}"}
+    command = None
+    for _ in range(2):
+        with running(tmp_path, served(tmp_path), events=ENABLED, admin=admin) as gateway:
+            if command is None:
+                address = f"http://127.0.0.1:{port}"
+                command = start("iskander", "events", "--address", address, "--topic", "gateway")
+            eventually(lambda: gateway.stats()["events"]["readers"], what="the subscription")
+    assert command is not None and command.stdout is not None
+    ends = 0
+    while ends < 2:
+        ends += "info: stopped" in command.stdout.readline()
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate(timeout=60)
+    assert "an unknown number of events lost before this line: the server was restarted" in errors
+    assert "iskander: 0 events lost, an unknown number at 1 places" in errors
+
+
+@pytest.mark.slow
+def test_several_processes_have_one_stream(tmp_path: Path) -> None:
+    with running(tmp_path, served(tmp_path), events=ENABLED, server={"processes": 2}) as gateway:
+        stream = Stream(url_of(gateway))
+        with gateway.client() as client:
+            for _ in range(5):
+                client.score("ids", BATCH)
+        found = [next(stream.events()) for _ in range(5)]
+        assert {event["name"] for event in found} == {"completion"}
+        assert {event["process"] for event in found} <= {0, 1}
+        gateway.signal(signal.SIGTERM)
+        last = list(stream.events())
+        stream.close()
+        assert gateway.wait() == 0
+    ends = {event["process"] for event in last if event.get("event") == "stopped"}
+    assert ends == {0, 1}
 
 
 @pytest.mark.slow
@@ -295,33 +351,11 @@ def test_command_explains_a_server_without_a_stream(tmp_path: Path) -> None:
         assert gateway.stats()["events"] == {}
         done = start("iskander", "events", "--address", gateway.address)
         _, errors = done.communicate(timeout=60)
-    assert done.returncode == 2 and "has no event stream (`events.address`)" in errors
-
-
-def test_example_of_the_documentation(gateway: Gateway) -> None:
-    page = (ROOT / "docs" / "events.md").read_text()
-    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    program = subprocess.Popen(
-        [sys.executable, "-c", example, address_of(gateway)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        with gateway.client() as client:
-            eventually(lambda: client.score("ids", BATCH) and _has_line(program))
-        assert program.stdout is not None
-        assert re.match(r"completion/ids/1 ok 3 \d+\n", program.stdout.readline())
-    finally:
-        program.kill()
-        program.communicate()
-
-
-def _has_line(program: subprocess.Popen[str]) -> bool:
-    poller = zmq.Poller()
-    assert program.stdout is not None
-    poller.register(program.stdout.fileno(), zmq.POLLIN)
-    return bool(poller.poll(20))
+    assert done.returncode == 2 and "has no event stream (`events.enabled`)" in errors
 
 
 def start(command: str, *words: str) -> subprocess.Popen[str]:
+    program = str(BIN / command) if command == "iskander" else command
     return subprocess.Popen(
-        [str(BIN / command), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

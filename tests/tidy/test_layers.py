@@ -22,6 +22,7 @@ IMPORTERS = {
     "starlette": (
         (
             "iskander/gateway/telemetry/admin.py",
+            "iskander/gateway/event_stream/endpoint.py",
             "iskander/gateway/protocols/oip/http/app.py",
             "iskander/gateway/protocols/oip/http/body.py",
             "iskander/gateway/protocols/oip/http/infer.py",
@@ -71,11 +72,7 @@ IMPORTERS = {
         "iskander.gateway.repository.changes",
     ),
     "zmq": (
-        (
-            "iskander/interprocess/control/zmq_channel.py",
-            "iskander/gateway/event_stream/forwarder.py",
-            "iskander/gateway/event_stream/subscriber.py",
-        ),
+        ("iskander/interprocess/control/zmq_channel.py",),
         "iskander.interprocess.control.channel",
     ),
     "uvloop": (("iskander/gateway/__main__.py",), "the running loop"),
@@ -197,10 +194,8 @@ PURE = (
     "iskander/gateway/supervision/gpus/placement.py",
     "iskander/foundation/measurement/histogram.py",
     "iskander/foundation/measurement/interval.py",
-    "iskander/gateway/event_stream/losses.py",
+    "iskander/gateway/event_stream/buffer.py",
     "iskander/gateway/event_stream/messages.py",
-    "iskander/gateway/event_stream/queue.py",
-    "iskander/gateway/event_stream/subscriptions.py",
     "iskander/foundation/logs/formats.py",
     "iskander/foundation/logs/recognition.py",
     "iskander/foundation/logs/repeats.py",

@@ -231,11 +231,8 @@ def _sockets(config: Config) -> list[Path]:
     found = [unix_path(address) for address in config.addresses]
     if config.shared_memory.path:
         found.append(Path(config.shared_memory.path))
-    found += [
-        Path(address.removeprefix("ipc://"))
-        for address in (config.inferential.address, config.events.address)
-        if address.startswith("ipc://")
-    ]
+    if config.inferential.address.startswith("ipc://"):
+        found.append(Path(config.inferential.address.removeprefix("ipc://")))
     return [path for path in found if path is not None]
 
 

@@ -166,7 +166,7 @@ def gateway_crashed(*, error: BaseException) -> str:
 
 @server.info()
 def stopped() -> str:
-    """The gateway has released all its resources."""
+    """The gateway has completed its drain, and its process ends."""
     return "stopped"
 
 

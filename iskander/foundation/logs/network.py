@@ -65,13 +65,22 @@ def connection_setup_failed(*, error: BaseException) -> str:
     return "connection setup failed"
 
 
-@event_stream.warning("reason")
-def subscriber_ended(*, reason: str) -> str:
-    """The server ended the connection of a subscriber of the event stream, at a limit.
+@event_stream.warning()
+def subscriber_rejected(*, limit: int) -> str:
+    """A subscriber of the event stream was rejected, because there are too many.
 
-    Do: Read the reason. Subscribe to the begin of several topics instead of each one.
+    Do: End subscribers, or raise `events.subscribers`.
     """
-    return f"subscriber ended: {reason}"
+    return f"subscriber of events rejected: limit {limit} (`events.subscribers`)"
+
+
+@event_stream.error("reason")
+def events_not_sent(*, reason: str) -> str:
+    """The events of a gateway process do not reach its parent, nor the subscribers.
+
+    Do: Restart the server. Report a bug if its runtime directory was not deleted.
+    """
+    return f"events of a process do not reach the subscribers: {reason}"
 
 
 @local_listener.error("reason")

@@ -71,6 +71,11 @@ class Grant:
         return self._models, self._sources
 
     @property
+    def is_operator(self) -> bool:
+        """Whether the caller may manage all models."""
+        return self._may_manage and "*" in self._models
+
+    @property
     def is_anonymous(self) -> bool:
         """Whether the server requires tokens and the caller has none."""
         return self.name == ANONYMOUS
@@ -102,7 +107,7 @@ class Grant:
     def require_operator(self, action: str) -> None:
         """Require permission to manage all models; raises as `require_model`."""
         self.require_valid()
-        if not self._may_manage or "*" not in self._models:
+        if not self.is_operator:
             needed = "manage = true for all models"
             self._deny(f"may not {action} the server, which needs {needed}", f"{action} requires")
 

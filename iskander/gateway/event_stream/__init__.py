@@ -1,5 +1,6 @@
-"""Event stream: completed requests and changes of workers and models, by ZeroMQ.
+"""Event stream: completed requests and changes of workers and models, as server-sent events.
 
-The recorder and the log events pass events to the publisher, whose socket has the subscribers. For
-several gateway processes, the parent's forwarder has one address for all.
+The recorder and the log events pass events to the publisher, which keeps the last ones. The
+subscribers read them at the admin port. Of several gateway processes, the parent has the
+subscribers, and the others send it their events.
 """

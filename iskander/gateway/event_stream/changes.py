@@ -16,9 +16,9 @@ from iskander.gateway.event_stream.messages import Change
 class ChangeHandler(logging.Handler):
     """Passes changes of workers, models and the gateway on, between `start` and `stop`."""
 
-    def __init__(self, add: Callable[[str, Change], None]) -> None:
+    def __init__(self, add: Callable[[str, Change], None], process: int | None = None) -> None:
         super().__init__(logging.INFO)
-        self._add = add
+        self._add, self._process = add, process
         self._loggers = {logging.getLogger(e.logger_name) for e in EVENTS.values() if e.topic}
 
     def start(self) -> None:
@@ -38,6 +38,7 @@ class ChangeHandler(logging.Handler):
             fields = record.__dict__["log_fields"]
             change = Change(
                 at_s=record.created,
+                process=self._process,
                 event=event.name,
                 level=level_name(event),
                 text=record.getMessage(),

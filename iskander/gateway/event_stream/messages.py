@@ -1,20 +1,35 @@
-"""Messages of the event stream.
+"""Events of the event stream, as server-sent events.
 
-A message has two frames: the topic, and a msgpack map. Subscribers select topics by their begin.
-Topics are `completion/MODEL/VERSION`, `worker`, `model`, `gateway` and `heartbeat`. A subscriber
-counts its losses by the numbers of the events of each topic and stream (`losses`).
+    id: 5f3a9c01d2e4b687-1043            position in the stream after this event
+    event: completion                    `completion`, `worker`, `model`, `gateway` or `lost`
+    data: {"kind":"completion",...}      a structure below, as JSON on one line
+
+A new stream, such as that of a restarted server, has another identifier before the `-`. New fields
+may be added.
+
+Pure. Source: WHATWG HTML, section 9.2 "Server-sent events".
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from typing import Final, Literal, NamedTuple
+
 import msgspec
 
-SCHEMA = 1
-HEARTBEAT = "heartbeat"
-COMPLETION = "completion"
-ENCODING = "utf-8"
-BATCH_EVENTS_MAX = 256
-"""Events of one message."""
+from iskander.errors import ProtocolError
+
+COMPLETION: Final = "completion"
+LOST: Final = "lost"
+HEARTBEAT_S: Final = 10.0
+"""Longest time without a byte from the server."""
+RETRY_MS: Final = 1000
+"""Time after which a browser connects again."""
+OPENING: Final = b"retry: %d\n\n" % RETRY_MS
+END: Final = b"\n\n"
+"""After each event; JSON has no line end."""
+_POSITION: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,18})")
 
 
 class Completion(
@@ -24,6 +39,7 @@ class Completion(
 
     Attributes:
         at_s: Unix time of its end.
+        process: Gateway process, of several; null for a single one.
         model: Empty if the call failed before its model was known; so is `version`.
         protocol: `grpc`, `http` or `zmq`.
         method: Method of the protocol.
@@ -37,6 +53,7 @@ class Completion(
     """
 
     at_s: float
+    process: int | None = None
     model: str = ""
     version: str = ""
     protocol: str
@@ -54,6 +71,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="c
 
     Attributes:
         at_s: Unix time.
+        process: Gateway process, of several; null for a single one, and for the parent.
         event: Name of the log event.
         level: `info`, `warning` or `error`.
         text: Text of the log line.
@@ -61,57 +79,95 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="c
     """
 
     at_s: float
+    process: int | None = None
     event: str
     level: str
     text: str
     fields: dict[str, int | float | str]
 
 
-Event = Completion | Change
-
-
-class Batch(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="batch"):
-    """Events of one topic.
+class Lost(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="lost"):
+    """Events that are missing at this place of the stream.
 
     Attributes:
-        version: Version of these messages; new fields do not change it.
-        stream: Identity of the publisher; another one starts its numbers again.
-        process: Gateway process, of several; null for a single one, and for the parent.
-        first: Number of the first event in its topic and stream, from 0.
-        dropped: Events that the publisher dropped since its start, without numbers: its queue was
-            full (`events.queue`).
-        events: At least one.
+        process: Gateway process whose events were lost on the way to its parent; else null.
+        lost: Number of the events; null if it is unknown.
+        reason: `slow`: the subscriber did not read in time, and `lost` counts the events that it
+            selected. `expired`: the event after `Last-Event-ID` is no longer kept, and `lost`
+            counts the events of all topics. `restarted`: `Last-Event-ID` is of another stream.
     """
 
-    version: int = SCHEMA
-    stream: str
-    process: int | None
-    first: int
-    dropped: int
-    events: list[Event]
+    process: int | None = None
+    lost: int | None
+    reason: Literal["slow", "expired", "restarted"]
 
 
-class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="heartbeat"):
-    """State of a publisher, each second, so that a subscriber notices that it lost the last events.
+Event = Completion | Change | Lost
+
+encode = msgspec.json.Encoder().encode
+_decode: Callable[[str], Event] = msgspec.json.Decoder(Event).decode
+
+
+class SentEvent(NamedTuple):
+    """An event as it is sent.
 
     Attributes:
-        version: As in `Batch`, and so are `stream`, `process` and `dropped`.
-        next: Number of the next event of each topic.
+        position: Value of `id`; empty without one.
+        name: Value of `event`; empty for a comment or a position alone.
+        data: JSON.
     """
 
-    version: int = SCHEMA
-    stream: str
-    process: int | None
-    dropped: int
-    next: dict[str, int]
+    position: str
+    name: str
+    data: str
+
+    @property
+    def topic(self) -> str:
+        """Topic of the event. Raises ProtocolError if the data are invalid."""
+        event = self.decode() if self.name == COMPLETION else None
+        if isinstance(event, Completion):
+            return completion_topic(event.model, event.version)
+        return self.name
+
+    def decode(self) -> Event:
+        """Decode the data; raises ProtocolError."""
+        try:
+            return _decode(self.data)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"this is no event of an event stream: {error}") from None
 
 
-Message = Batch | Heartbeat
+def completion_topic(model: str, version: str) -> str:
+    """Return the topic of the completions of a model version."""
+    return f"{COMPLETION}/{model}/{version}"
 
-encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Batch | Heartbeat).decode
+
+def format_event(position: bytes, name: str, data: bytes) -> bytes:
+    """Return an event as it is sent."""
+    return b"id: %b\nevent: %b\ndata: %b\n\n" % (position, name.encode(), data)
 
 
-def completion_topic(completion: Completion) -> str:
-    """Return the topic of a completion."""
-    return f"{COMPLETION}/{completion.model}/{completion.version}"
+def format_heartbeat(position: bytes) -> bytes:
+    """Return a comment, and the position for a client that received no event since."""
+    return b": heartbeat\nid: %b\n\n" % position
+
+
+def format_position(stream: str, number: int) -> bytes:
+    """Return the value of `id`."""
+    return b"%b-%d" % (stream.encode(), number)
+
+
+def parse_position(text: str) -> tuple[str, int] | None:
+    """Return the stream and the number of a value of `id`; None if it is invalid."""
+    match = _POSITION.fullmatch(text)
+    return None if match is None else (match[1], int(match[2]))
+
+
+def parse_event(lines: str) -> SentEvent:
+    """Parse the lines of an event, up to its empty line, as this server sends them."""
+    fields = {"id": "", "event": "", "data": ""}
+    for line in lines.split("\n"):
+        name, _, value = line.partition(":")
+        if name in fields:
+            fields[name] = value.removeprefix(" ")
+    return SentEvent(fields["id"], fields["event"], fields["data"])

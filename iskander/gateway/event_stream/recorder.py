@@ -18,8 +18,8 @@ from iskander.gateway.scheduling.worker_slot import InFlightBatch, WorkerSlot
 class CompletionRecorder:
     """Tracer that records each request at its end; `add` receives it, and does not block."""
 
-    def __init__(self, add: Callable[[Completion], None]) -> None:
-        self._add = add
+    def __init__(self, add: Callable[[Completion], None], process: int | None = None) -> None:
+        self._add, self._process = add, process
 
     def on_batch(
         self,
@@ -43,6 +43,7 @@ class CompletionRecorder:
         self._add(
             Completion(
                 at_s=wall_ns() / NS_PER_S,
+                process=self._process,
                 model=model.name,
                 version=model.version,
                 protocol=method.system,
@@ -68,6 +69,7 @@ class CompletionRecorder:
         self._add(
             Completion(
                 at_s=wall_ns() / NS_PER_S,
+                process=self._process,
                 protocol=method.system,
                 method=method.name,
                 outcome=error.code,

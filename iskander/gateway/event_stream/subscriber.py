@@ -1,83 +1,142 @@
-"""Subscriber of an event stream, for commands and tests.
+"""Client of an event stream: connects again after a lost connection, and goes on there.
 
-Other programs need only a ZeroMQ and a msgpack library: the documentation has an example.
+Source: WHATWG HTML, section 9.2 "Server-sent events".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+import contextlib
+import http.client
+import json
+import ssl
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+from urllib.parse import urlencode, urlsplit
 
-import msgspec
-import zmq
+from iskander.errors import ConnectionFailed, IskanderError, ProtocolError
+from iskander.foundation.clock import NS_PER_S, now_ns, pause_s
+from iskander.gateway.event_stream.messages import HEARTBEAT_S, RETRY_MS, SentEvent, parse_event
 
-from iskander.errors import ProtocolError
-from iskander.gateway.event_stream.losses import Losses
-from iskander.gateway.event_stream.messages import ENCODING, HEARTBEAT, Heartbeat, Message, decode
-
-QUEUED_MESSAGES_MAX = 10_000
+PATH: Final = "/events"
+SILENT_S: Final = 3 * HEARTBEAT_S
+"""A connection without a byte for this time is lost."""
+RETRIES_NS: Final = 60 * NS_PER_S
+"""The server is gone if it does not answer for this time."""
+LINE_BYTES_MAX: Final = 1 << 20
+ERROR_BYTES_MAX: Final = 65_536
+_RETRIED: Final = (429, 502, 503, 504)
 
 
 class Subscriber:
-    """A connected SUB socket.
-
-    Attributes:
-        losses: Count of the lost events.
+    """Reads events until `close`.
 
     Args:
-        address: `events.address` of the server.
+        url: `http://HOST:PORT` or `https://HOST:PORT` of the admin port; `/events` may follow.
         topics: Begins of topics; none: all.
+        token: Token of the caller, if the server has tokens.
+        tls: Settings of `https`.
     """
 
-    def __init__(self, address: str, topics: Sequence[str] = ()) -> None:
-        topics = tuple(topics) or ("",)
-        self.losses = Losses(topics)
-        self._context: Any = zmq.Context(io_threads=1)
-        self._socket: Any = self._context.socket(zmq.SUB)
-        self._socket.linger, self._socket.rcvhwm = 0, QUEUED_MESSAGES_MAX
-        self._socket.ipv6 = "[" in address
-        for topic in {*topics, HEARTBEAT}:
-            self._socket.subscribe(topic)
-        try:
-            self._socket.connect(address)
-        except zmq.ZMQError as error:
-            self.close()
+    def __init__(
+        self,
+        url: str,
+        topics: Sequence[str] = (),
+        *,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ProtocolError(
-                f"{address} is not an address of an event stream: {error}"
-            ) from None
+                f"{url} is no address of an event stream: expected http://HOST:PORT"
+            )
+        self._url, self._parts, self._tls = url, parts, tls
+        query = urlencode([("topic", topic) for topic in topics])
+        self._target = PATH + (f"?{query}" if query else "")
+        self._headers = {"accept": "text/event-stream"}
+        if token is not None:
+            self._headers["authorization"] = f"Bearer {token}"
+        self._connection: http.client.HTTPConnection | None = None
+        self._response: http.client.HTTPResponse | None = None
 
-    def receive(self, timeout_s: float) -> tuple[str, Message, int] | None:
-        """Return the next message: topic, content, events lost before it; None after a timeout.
+    def events(self) -> Iterator[SentEvent]:
+        """Yield events, and `lost` events where some are missing.
 
         Raises:
-            ProtocolError: It is no message of an event stream.
+            ConnectionFailed: The server cannot be reached, or not again within `RETRIES_NS`.
+            IskanderError: The server rejects the subscription.
         """
-        if not self._socket.poll(int(timeout_s * 1000)):
-            return None
-        frames = self._socket.recv_multipart()
-        try:
-            topic, body = frames
-            message = decode(body)
-            title = topic.decode(ENCODING)
-        except (ValueError, msgspec.DecodeError) as error:
-            raise ProtocolError(f"this is no message of an event stream: {error}") from None
-        if isinstance(message, Heartbeat):
-            return title, message, self.losses.on_heartbeat(message)
-        return title, message, self.losses.on_batch(title, message)
+        response = self._connect()
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                for event in _read(response):
+                    if event.position:
+                        self._headers["last-event-id"] = event.position
+                    if event.name:
+                        yield event
+            response = self._reconnect()
 
     def close(self) -> None:
         """Disconnect."""
-        self._socket.close()
-        self._context.term()
+        for part in (self._response, self._connection):
+            if part is not None:
+                part.close()
 
-    def __enter__(self) -> Self:
-        return self
+    def _reconnect(self) -> http.client.HTTPResponse:
+        until_ns = now_ns() + RETRIES_NS
+        while True:
+            pause_s(RETRY_MS / 1000)
+            try:
+                return self._connect()
+            except ConnectionFailed:
+                if now_ns() > until_ns:
+                    raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _connect(self) -> http.client.HTTPResponse:
         self.close()
+        host, port = self._parts.hostname, self._parts.port
+        assert host is not None
+        if self._parts.scheme == "https":
+            tls = self._tls or ssl.create_default_context()
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                host, port, timeout=SILENT_S, context=tls
+            )
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=SILENT_S)
+        self._connection = connection
+        try:
+            connection.request("GET", self._target, headers=self._headers)
+            self._response = response = connection.getresponse()
+            if response.status == http.client.OK:
+                return response
+            body = response.read(ERROR_BYTES_MAX)
+        except (OSError, http.client.HTTPException) as error:
+            raise ConnectionFailed(f"no event stream at {self._url}: {error}") from None
+        self.close()
+        raise _rejection(self._url, response.status, body)
+
+
+def _read(response: http.client.HTTPResponse) -> Iterator[SentEvent]:
+    lines: list[str] = []
+    while line := response.readline(LINE_BYTES_MAX):
+        if len(line) >= LINE_BYTES_MAX:
+            raise ProtocolError(f"line of more than {LINE_BYTES_MAX} bytes in an event stream")
+        text = line.decode("utf-8", "replace").rstrip("\r\n")
+        if text:
+            lines.append(text)
+        elif lines:
+            yield parse_event("\n".join(lines))
+            lines.clear()
+
+
+def _rejection(url: str, status: int, body: bytes) -> IskanderError:
+    """Return the error of a response."""
+    text = body.decode("utf-8", "replace").strip()
+    with contextlib.suppress(ValueError):
+        detail: Any = json.loads(text)
+        if isinstance(detail, dict) and isinstance(detail.get("error"), str):
+            error = IskanderError.from_wire({**detail, "message": detail["error"]})
+            if status not in _RETRIED:
+                return error
+            text = error.message
+    return ConnectionFailed(f"no event stream at {url}: status {status}: {text[:500]}")

@@ -1,4 +1,4 @@
-"""Admin HTTP server: `/livez`, `/readyz`, `/metrics`, and the page with `/status.json`.
+"""Admin HTTP server: probes, `/metrics`, `/events`, and the page with `/status.json`.
 
 It shares the event loop with the batches: few and short connections, pages rendered in small steps,
 and cached for a tenth of a second. Import this module late: it loads uvicorn and starlette.
@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from iskander.config.auth import AccessConfig
 from iskander.config.schema import Config
@@ -30,6 +31,7 @@ from iskander.gateway.transport.addresses import HTTP_INSTALL, PORT_MAX
 from iskander.gateway.transport.http1.listener import Http1Listener
 from iskander.gateway.transport.http1.sites import SitePolicy
 from iskander.gateway.transport.limits.connection_limits import ConnectionLimits
+from iskander.gateway.transport.sockets import keep_alive
 
 if TYPE_CHECKING:
     from iskander.gateway.telemetry.page.renderer import PageRenderer
@@ -43,7 +45,7 @@ PROBES = ("/livez", "/readyz")
 CONNECTIONS_MAX = 32
 """Probes and one or two scrapers use five."""
 CONNECTION_S = 30.0
-"""Maximum lifetime of a connection."""
+"""Maximum lifetime of a connection, except for a stream of events."""
 STOP_S = 1
 PAGE_HEADERS = {
     "cache-control": "no-store",
@@ -62,7 +64,8 @@ class AdminServer:
 
     `reasons` returns why the gateway is not ready; `render` the page for Prometheus, given whether
     it is OpenMetrics; `read_status` the content of the page, None for no page; `access` has the
-    hosts and origins that may read them.
+    hosts and origins that may read them; `events` answers `/events`, for up to `streams_max`
+    connections.
     """
 
     def __init__(
@@ -74,10 +77,13 @@ class AdminServer:
         read_status: Callable[[], Awaitable[Status]] | None = None,
         *,
         access: AccessConfig | None = None,
+        events: ASGIApp | None = None,
+        streams_max: int = 0,
     ) -> None:
         self._address, self._limits = address, limits
         self._sites = SitePolicy(access or AccessConfig(), address, probes=PROBES)
         self._reasons, self._render, self._read_status = reasons, render, read_status
+        self._events, self._streams_max = events, streams_max
         self._renderer: PageRenderer | None = None
         self._own_limits: ConnectionLimits | None = None
         self._listener: Http1Listener | None = None
@@ -97,11 +103,15 @@ class AdminServer:
                 pages["/"] = self._page
             else:
                 log.page_missing(install=HTTP_INSTALL)
-        app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
+        routes = [Route(path, page) for path, page in pages.items()]
+        routes.append(Route("/events", self._events or self._no_events, methods=["GET"]))
+        app = Starlette(routes=routes)
         app.router.redirect_slashes = False
+        connections_max = CONNECTIONS_MAX + self._streams_max
         self._listener = Http1Listener(
-            app, CONNECTIONS_MAX, limits, sites=self._sites, slack=0, life_s=CONNECTION_S
+            app, connections_max, limits, sites=self._sites, slack=0, life_s=CONNECTION_S
         )
+        keep_alive(bound)
         host, port = bound.getsockname()[:2]
         await self._listener.listen(bound)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -124,6 +134,9 @@ class AdminServer:
         if "application/json" in request.headers.get("accept", ""):
             return JSONResponse({"ready": not reasons, "reasons": reasons}, status)
         return PlainTextResponse("".join(f"{line}\n" for line in reasons or ["ready"]), status)
+
+    async def _no_events(self, _: Request) -> Response:
+        return PlainTextResponse("this server has no event stream (`events.enabled`)\n", 404)
 
     async def _metrics(self, request: Request) -> Response:
         is_openmetrics = "application/openmetrics-text" in request.headers.get("accept", "")

@@ -45,8 +45,6 @@ def require_addresses(config: Config) -> None:
     _require_http(config, used)
     if config.inferential.address:
         _require_inferential(config, used)
-    if config.events.address:
-        _require_events(config, used)
     if config.shared_memory.path:
         where = f"shared_memory.path {config.shared_memory.path}"
         _require_socket_path(where, sharing_path(config, config.server.processes - 1))
@@ -94,9 +92,6 @@ def _listeners(config: Config) -> Iterator[Listener]:
     inferential = zmq_address(config.inferential.address)
     if isinstance(inferential, str):
         yield Listener("inferential.address", inferential, neither, is_protectable=False)
-    events = zmq_address(config.events.address)
-    if isinstance(events, str):
-        yield Listener("events.address", events, neither, is_protectable=False)
     if address := admin_address(config.admin):
         yield Listener("admin.address", address, neither, is_protectable=False)
 
@@ -125,6 +120,9 @@ def _missing_http_package() -> str:
 def _require_http(config: Config, used: dict[str, str]) -> None:
     """Check the admin and HTTP addresses and packages; add the addresses to `used`."""
     missing = _missing_http_package()
+    if config.events.enabled and not admin_address(config.admin):
+        why = f"{missing} is not installed: {HTTP_INSTALL}" if missing else "which is empty"
+        raise ConfigError(f"events.enabled: events are served at admin.address, {why}")
     if config.admin.address and not admin_address(config.admin):
         log.admin_port_missing(package=str(missing), install=HTTP_INSTALL)
     for setting, address in (
@@ -173,20 +171,6 @@ def _require_inferential(config: Config, used: Container[str]) -> None:
         raise ConfigError(f"{where}: expected tcp://HOST:PORT, tcp://*:PORT or ipc://PATH")
     if isinstance(target, Path):
         _require_one_process(config, where, "unix socket")
-        _require_socket_path(where, target)
-    elif target.endswith(":0"):
-        _require_one_process(config, where, "port 0")
-    elif target in used:
-        raise ConfigError(f"{where}: port already used by this server: ZeroMQ needs its own port")
-
-
-def _require_events(config: Config, used: Container[str]) -> None:
-    address = config.events.address
-    where = f"events.address {address}"
-    target = zmq_address(address)
-    if target is None:
-        raise ConfigError(f"{where}: expected tcp://HOST:PORT or ipc://PATH")
-    if isinstance(target, Path):
         _require_socket_path(where, target)
     elif target.endswith(":0"):
         _require_one_process(config, where, "port 0")

@@ -229,7 +229,7 @@ class Connection(H11Protocol):
         self._app = self.app
         self.app = self._serve
         self._origin = UNKNOWN_ORIGIN
-        self._is_waiting = self._has_read = False
+        self._is_waiting = self._has_read = self._is_endless = False
         self._is_local = True
         self._read_ns = self._idle_ns = now_ns()
         self._until_ns = self._head_ns = self._blocked_ns = 0
@@ -286,6 +286,8 @@ class Connection(H11Protocol):
         """Keep a half-closed connection open until the response is sent; not possible with TLS."""
         cycle = self.cycle
         if self.scheme == "https" or cycle is None or cycle.more_body or cycle.response_complete:
+            return None
+        if self._is_endless:
             return None
         if self._half_closed is None:
             self._half_closed = self.loop.call_later(HALF_CLOSED_S, self._abort_half_closed)
@@ -356,12 +358,19 @@ class Connection(H11Protocol):
 
         scope["is_surplus"] = self._host.is_surplus(self)
         scope["origin"] = self._origin
+        scope["mark_endless"] = self._mark_endless
         refusal = self._host.sites.judge(scope, is_local=self._is_local)
         if refusal is not None:
             self._host.count_ended("cross_site")
             await _refuse(refusal, send)
             return
         await self._app(scope, receive_and_release, send)
+
+    def _mark_endless(self) -> None:
+        """Exempt a response without end from the maximum lifetime; its client closes both sides."""
+        self._is_endless = True
+        if self._life is not None:
+            self._life.cancel()
 
     def evictable(self, now_ns: int) -> float:
         """Return the charged bytes times the nanoseconds since the first of them."""

@@ -106,14 +106,12 @@ def test_writable_folders_are_those_of_sockets_cache_and_runtime_directory() -> 
     sections = split() | {
         "server": {"address": ["unix:/srv/a b/x.sock"], "runtime_directory": "/srv/run"},
         "shared_memory": {"path": "/srv/run/regions.sock"},
-        "events": {"address": "ipc:///srv/events/stream"},
         "loading": {"cache": "/srv/cache"},
     }
     found = files(sections)
     assert writable(found) == [
         'ReadWritePaths="/srv/a b"',
         "ReadWritePaths=/srv/cache",
-        "ReadWritePaths=/srv/events",
         "ReadWritePaths=/srv/run",
     ]
     assert "--attach /srv/run/attach.sock" in found[f"{UNIT_FOLDER}/iskander-worker@.service"]

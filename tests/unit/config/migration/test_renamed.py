@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from iskander.config.loader import load_config
-from iskander.config.migration.renamed import RENAMED, fix_file
+from iskander.config.migration.renamed import REMOVED, RENAMED, fix_file
 from iskander.config.reference import settings
 from iskander.errors import ConfigError
 
@@ -52,6 +52,22 @@ def test_old_names_work_with_a_warning_that_gives_the_new_name(file: Path) -> No
     assert loaded.origins["loading.sandbox"] == "file"
     assert loaded.origins["loading.sandbox_s"] == "--set"
     assert loaded.origins["loading.sandbox_bytes"] == "environment"
+
+
+@pytest.mark.parametrize("path", REMOVED)
+def test_removed_setting_is_an_error_that_names_its_replacement(file: Path, path: str) -> None:
+    section, key = path.split(".")
+    value, expected = '"1"', rf"setting {section}\.{key} is removed: .*events\.(enabled|buffer)"
+    file.write_text(f"[{section}]\n{key} = {value}\n{MODEL}", "utf-8")
+    for read in (lambda: load_config(file, environment={}), lambda: fix_file(file)):
+        with pytest.raises(ConfigError, match=expected):
+            read()
+    file.write_text(MODEL, "utf-8")
+    with pytest.raises(ConfigError, match=expected):
+        load_config(file, overrides=(f"{path}={value}",), environment={})
+    with pytest.raises(ConfigError, match=expected):
+        load_config(file, environment={f"ISKANDER_{section}__{key}".upper(): value})
+    assert path not in {setting.path for setting in settings()}
 
 
 def test_new_names_cause_no_warning(file: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import importlib.util
 from pathlib import Path
 
 import msgspec
@@ -44,30 +44,12 @@ def test_zmq_address(address: str, converted: str | Path | None) -> None:
     assert zmq_address(address) == converted
 
 
-@pytest.mark.parametrize(
-    ("address", "processes", "expected"),
-    [
-        ("udp://127.0.0.1:1", 1, "events.address"),
-        ("tcp://127.0.0.1", 1, "expected tcp://HOST:PORT or ipc://PATH"),
-        ("tcp://127.0.0.1:50051", 1, "port already used by this server"),
-        ("tcp://127.0.0.1:0", 2, "port 0 not allowed with server.processes > 1"),
-        ("ipc://relative", 1, "expected an absolute path in an existing folder"),
-        ("tcp://0.0.0.0:50054", 1, "is open to the network without TLS and tokens"),
-    ],
-)
-def test_invalid_address_of_the_event_stream(address: str, processes: int, expected: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(expected)):
-        require_addresses(config_of(address, processes))
-
-
-@pytest.mark.parametrize(
-    ("address", "processes"),
-    [("", 1), ("tcp://127.0.0.1:0", 1), ("tcp://[::1]:50054", 2), ("ipc:///tmp/e", 2)],
-)
-def test_valid_address_of_the_event_stream(address: str, processes: int) -> None:
-    require_addresses(config_of(address, processes))
-
-
-def config_of(address: str, processes: int) -> Config:
-    sections = {"events": {"address": address}, "server": {"processes": processes}}
-    return msgspec.convert(sections, Config)
+def test_events_need_the_admin_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {"events": {"enabled": True}, "admin": {"address": ""}}
+    with pytest.raises(ConfigError, match=r"at admin\.address, which is empty"):
+        require_addresses(msgspec.convert(sections, Config))
+    del sections["admin"]
+    require_addresses(msgspec.convert(sections, Config))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"admin\.address, h11 is not installed: `pip install"):
+        require_addresses(msgspec.convert(sections, Config))

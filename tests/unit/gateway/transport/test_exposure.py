@@ -185,7 +185,6 @@ def test_each_listener_without_protection_can_be_permitted(tmp_path: Path) -> No
         "http": "0.0.0.0:2",
         "inferential": "tcp://*:3",
         "admin": "0.0.0.0:4",
-        "events": "tcp://*:5",
     }
     file = tmp_path / "iskander.toml"
     for section, address in addresses.items():

@@ -1,0 +1,117 @@
+"""Connection on which a gateway process sends server-sent events to its parent.
+
+Runs on: gateway loop (`ParentLink`), and the parent's loop (`ParentListener`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Final
+
+from iskander.errors import ProtocolError
+from iskander.foundation.logs import network as log
+from iskander.gateway.event_stream.messages import END, parse_event
+from iskander.gateway.event_stream.publisher import POLL_S, STOP_S, Publisher
+
+SOCKET: Final = "events.sock"
+"""In the parent's runtime directory."""
+CHUNK_BYTES: Final = 65_536
+EVENT_BYTES_MAX: Final = 1 << 20
+EVENTS_PER_TURN: Final = 64
+
+
+class ParentLink:
+    """The sending side; a parent that does not read loses events, as a subscriber does."""
+
+    def __init__(self, publisher: Publisher, folder: Path) -> None:
+        self._publisher = publisher
+        self._path = folder / SOCKET
+        self._reader = publisher.buffer.open(lambda _: True)
+        publisher.readers += 1
+        self._task = asyncio.ensure_future(self._run())
+
+    async def stop(self) -> None:
+        """End, after `Publisher.stop`. Idempotent."""
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+
+    async def _run(self) -> None:
+        publisher = self._publisher
+        try:
+            parent, writer = await asyncio.open_unix_connection(self._path)
+            try:
+                publisher.address = (await parent.readline()).decode().strip()
+                while True:
+                    arrived = publisher.arrived
+                    if text := self._reader.take(CHUNK_BYTES):
+                        writer.write(text)
+                        await writer.drain()
+                    elif publisher.is_ended:
+                        break
+                    else:
+                        await asyncio.wait((arrived,))
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+        except OSError as error:
+            log.events_not_sent(reason=str(error.strerror or error))
+        finally:
+            publisher.readers -= 1
+            publisher.buffer.close(self._reader)
+
+
+class ParentListener:
+    """The receiving side: publishes the events of all processes.
+
+    Args:
+        publisher: Stream of the parent.
+        folder: Runtime directory of the parent.
+        address: URL of the stream, which the processes report.
+    """
+
+    def __init__(self, publisher: Publisher, folder: Path, address: str) -> None:
+        self._publisher = publisher
+        self._path = folder / SOCKET
+        self._address = address
+        self._open = 0
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Accept the processes."""
+        self._server = await asyncio.start_unix_server(
+            self._receive, self._path, limit=EVENT_BYTES_MAX
+        )
+
+    async def stop(self) -> None:
+        """Publish what the ended processes have sent, and close."""
+        if self._server is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                while self._open:
+                    await asyncio.sleep(POLL_S)
+        self._server.close()
+        self._path.unlink(missing_ok=True)
+
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        writer.write(f"{self._address}\n".encode())
+        received = 0
+        try:
+            while True:
+                text = await reader.readuntil(END)
+                event = parse_event(text.decode())
+                self._publisher.publish(event.topic, event.name, event.data.encode())
+                received += 1
+                if received % EVENTS_PER_TURN == 0:
+                    await asyncio.sleep(0)
+        except asyncio.IncompleteReadError:
+            pass  # The process has ended.
+        except (OSError, ValueError, asyncio.LimitOverrunError, ProtocolError) as error:
+            log.events_not_sent(reason=str(error))
+        finally:
+            self._open -= 1
+            writer.close()
