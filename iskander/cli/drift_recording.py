@@ -20,9 +20,9 @@ from iskander.client.matching import Matching
 from iskander.contract.manifest import model_file
 from iskander.errors import ConfigError
 from iskander.foundation.clock import NS_PER_S, now_ns, pause_s
-from iskander.lake.planning import cut, describe
+from iskander.lake.planning import cut_for_calls, describe
 from iskander.lake.run.server import model_name, model_path, prepared_server
-from iskander.lake.sources import Source, open_source
+from iskander.lake.sources import JobSource, open_source
 from iskander.lake.whole import whole_if_needed
 from iskander.sampling.drift.reference import (
     FILE,
@@ -125,13 +125,13 @@ def _send(
     try:
         matching = Matching(description, source.schema, columns=columns, decimals=source.decimals)
         matched = map(matching.apply, _batches(source))
-        batches = (part for batch in matched for part in cut(batch, description))
+        batches = (part for batch in matched for part in cut_for_calls(batch, description))
         return sum(each.num_rows for each in client.stream(name, batches))
     finally:
         source.close()
 
 
-def _batches(source: Source) -> Iterator[pa.RecordBatch]:
+def _batches(source: JobSource) -> Iterator[pa.RecordBatch]:
     for unit in source.units():
         yield from source.read(unit, None, None, BATCH_ROWS)
 

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from iskander.lake.job import Job
     from iskander.lake.journal import Journal
     from iskander.lake.plan import Unit
-    from iskander.lake.planning import Planned
+    from iskander.lake.planning import PlannedJob
     from iskander.lake.run.report import Report
-    from iskander.lake.run.runner import RunningUnit, Stop
-    from iskander.lake.run.unit_run import Shared
-    from iskander.lake.sources import Source
+    from iskander.lake.run.runner import RunningUnit, StopRequest
+    from iskander.lake.run.unit_run import UnitContext
+    from iskander.lake.sources import JobSource
 
 ENGINES: Final = ("here", "ray")
 COLUMNS_SHOWN: Final = 10
@@ -244,7 +244,7 @@ class _Server(NamedTuple):
         addresses: Addresses of all servers.
         options: Options of clients of them.
         lost: Returns an error if a private server has ended.
-        open_unit: `Parts.open_unit` of an engine; None: here.
+        open_unit: `JobSetup.open_unit` of an engine; None: here.
         streams: Default of `--concurrency`; None: that of a job here.
         stall_s: Time without progress after which the job fails; None: that of a job here.
     """
@@ -253,7 +253,7 @@ class _Server(NamedTuple):
     addresses: tuple[str, ...] = ()
     options: Mapping[str, Any] = MappingProxyType({})
     lost: Callable[[], IskanderError | None] = lambda: None
-    open_unit: Callable[[Shared, Unit], RunningUnit] | None = None
+    open_unit: Callable[[UnitContext, Unit], RunningUnit] | None = None
     streams: int | None = None
     stall_s: float | None = None
 
@@ -333,7 +333,7 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
     from iskander.engines.runtimes import common_runtimes
     from iskander.lake.journal import Journal
     from iskander.lake.planning import WORKERS_S, csv_types, describe, plan_job
-    from iskander.lake.run.runner import Stop
+    from iskander.lake.run.runner import StopRequest
     from iskander.lake.sources import open_source
     from iskander.lake.whole import whole_if_needed
 
@@ -373,7 +373,7 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
             )
             return ExitCode.DONE
         # A signal after the end of the job does not change its exit code.
-        stop = Stop()
+        stop = StopRequest()
         signals.enter_context(_stopped_by_signals(stop))
         return _run_job(arguments, job, planned, source, server, journal, stop=stop)
 
@@ -381,22 +381,22 @@ def _score(arguments: argparse.Namespace, job: Job, server: _Server) -> int:
 def _run_job(
     arguments: argparse.Namespace,
     job: Job,
-    planned: Planned,
-    source: Source,
+    planned: PlannedJob,
+    source: JobSource,
     server: _Server,
     journal: Journal | None,
     *,
-    stop: Stop,
+    stop: StopRequest,
 ) -> int:
     from iskander.lake.errors import JobConflict
     from iskander.lake.run.progress import open_progress
-    from iskander.lake.run.runner import STALL_S, Interrupted, Parts, Runner
+    from iskander.lake.run.runner import STALL_S, Interrupted, JobSetup, Runner
     from iskander.lake.run.unit_run import UnitRun
     from iskander.lake.sinks import open_sink
     from iskander.lake.sinks.errors import OutputExists
 
     runner = Runner(
-        Parts(
+        JobSetup(
             job=job,
             planned=planned,
             source=source,
@@ -429,7 +429,7 @@ def _run_job(
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(stop: Stop) -> Iterator[None]:
+def _stopped_by_signals(stop: StopRequest) -> Iterator[None]:
     """SIGINT and SIGTERM stop the job inside the block; a second one drops units in flight."""
 
     def handle(number: int, frame: FrameType | None) -> None:

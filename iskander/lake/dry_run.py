@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from iskander.client import Client
     from iskander.lake.job import Job
     from iskander.lake.journal import Journal
-    from iskander.lake.planning import Planned
-    from iskander.lake.sources import Source
+    from iskander.lake.planning import PlannedJob
+    from iskander.lake.sources import JobSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,10 @@ class MatchedColumn:
     """A column that the model reads.
 
     Attributes:
-        input: Column of the contract.
-        column: Column of the job's input.
-        given: Type of the job's input.
-        sent: Type after the cast.
+        input: Input column of the model.
+        column: Column of the job's input that is sent for it.
+        given: Type of this column in the job's input.
+        sent: Type with which the column is sent, after the cast.
     """
 
     input: str
@@ -44,12 +44,13 @@ class MatchedColumn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Earlier:
-    """State of an earlier run in the state folder.
+class EarlierRun:
+    """What the state folder has of an earlier run.
 
     Attributes:
-        state: `none`; `same`, whose finished units are skipped; `other`, which `--restart` deletes.
-        folder: State folder; empty without one.
+        state: `none`; `same` for the same job, whose finished units are skipped; `other` for
+            another job, whose state `--restart` deletes.
+        folder: State folder; empty for `none`.
         units_finished: Finished units of the same job.
     """
 
@@ -68,13 +69,13 @@ class Earlier:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Time of the first batch, scaled to the whole job.
+    """Estimated time of the job: the time of its first batch, scaled to all rows.
 
     Attributes:
-        rows: Rows of the first batch; 0 without any.
-        seconds: Time in which it was scored.
-        job_s: Time of the job on one stream; None if its rows are unknown.
-        error: Error of a rejected row in the batch, without which there is no estimate.
+        rows: Rows of the first batch; 0 if the first unit has no rows.
+        seconds: Time in which the first batch was scored.
+        job_s: Estimated time of the job on one stream; None if its number of rows is unknown.
+        error: Error of a rejected row in the batch, which prevents an estimate.
     """
 
     rows: int = 0
@@ -94,19 +95,19 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What a job would do.
+    """Description of what a job would do.
 
     Attributes:
         model: Name of the model.
         version: Version of the model.
         input: Kind of the input, such as `files`.
         units: Units of the plan.
-        rows: Rows of the input before the filter; None if only reading tells.
+        rows: Rows of the input before the filter; None if they are unknown before reading.
         bytes: Bytes of the input.
-        is_filtered: The job has a filter.
+        is_filtered: Whether the job has a filter.
         output: Output of the job.
         output_columns: Columns of the output.
-        memory_bytes: Bound of the bytes in queues and files.
+        memory_bytes: Upper bound of the bytes in queues and in blocks of files.
         columns: Columns that the model reads.
         earlier: State of an earlier run.
         estimate: Estimate of the time; None if the input can be read only once.
@@ -123,7 +124,7 @@ class DryRun:
     output_columns: tuple[str, ...]
     memory_bytes: int
     columns: tuple[MatchedColumn, ...]
-    earlier: Earlier
+    earlier: EarlierRun
     estimate: Estimate | None
 
     def to_json(self) -> dict[str, Any]:
@@ -146,7 +147,7 @@ class DryRun:
 
 
 def dry_run(
-    job: Job, planned: Planned, *, source: Source, client: Client, journal: Journal | None
+    job: Job, planned: PlannedJob, *, source: JobSource, client: Client, journal: Journal | None
 ) -> DryRun:
     """Describe a job, and score its first batch; nothing is written.
 
@@ -172,7 +173,7 @@ def dry_run(
     )
 
 
-def _columns(job: Job, planned: Planned) -> tuple[MatchedColumn, ...]:
+def _columns(job: Job, planned: PlannedJob) -> tuple[MatchedColumn, ...]:
     sent, read = planned.matching.schema, planned.read
     found = []
     for name in planned.description.input_types:
@@ -184,18 +185,18 @@ def _columns(job: Job, planned: Planned) -> tuple[MatchedColumn, ...]:
     return tuple(found)
 
 
-def _earlier(planned: Planned, journal: Journal | None) -> Earlier:
+def _earlier(planned: PlannedJob, journal: Journal | None) -> EarlierRun:
     earlier = None if journal is None else journal.plan()
     if earlier is None or journal is None:
-        return Earlier()
+        return EarlierRun()
     folder = str(journal.folder)
     if earlier.fingerprint != planned.plan.fingerprint:
-        return Earlier(state="other", folder=folder)
+        return EarlierRun(state="other", folder=folder)
     count = len(journal.finished_of(planned.plan))
-    return Earlier(state="same", folder=folder, units_finished=count)
+    return EarlierRun(state="same", folder=folder, units_finished=count)
 
 
-def _estimate(job: Job, planned: Planned, source: Source, client: Client) -> Estimate:
+def _estimate(job: Job, planned: PlannedJob, source: JobSource, client: Client) -> Estimate:
     try:
         first = score_first(job, planned, source, client)
     except IskanderError as error:

@@ -1,7 +1,8 @@
-"""Error of a batch with its place in the input: the file, and the row in it.
+"""Adds the place in the input, a file and a row, to the error of a batch.
 
-Batches join rows of several files and lack those of the filter, so the error of a server has a row
-that no file has. The place is looked up after the failure; until then it costs nothing.
+A batch joins rows of several files, without the rows that the filter removes, so the row number in
+a server's error is not one of a file. The place is looked up after the failure; until then it costs
+nothing.
 
 Runs in: the operator's tool, threads of one process; reader processes.
 """
@@ -20,15 +21,15 @@ from iskander.lake.filters import Filter
 from iskander.lake.plan import Unit
 from iskander.lake.positions import Position
 from iskander.lake.rows import is_row_error
-from iskander.lake.sources import Source
+from iskander.lake.sources import JobSource
 
 FILE: Final = "file"
-"""Field of an error that has its place."""
+"""Field of an error with the file of its row."""
 
 
-def located(
+def with_place(
     error: IskanderError,
-    source: Source,
+    source: JobSource,
     unit: Unit,
     filter: Filter | None,
     *,
@@ -36,7 +37,7 @@ def located(
     batch: pa.RecordBatch,
     columns: Mapping[str, str],
 ) -> IskanderError:
-    """Return the error of a batch with the place of its row, or of its rows if none is known.
+    """Return an error that names the place of its row, or of all rows of the batch.
 
     Args:
         error: The error; its field `row` counts from the first row of the batch.
@@ -49,7 +50,7 @@ def located(
 
     Returns:
         An error of the same class with the fields `file` and `row`; the error itself if values of
-        rows are not its reason, or if it has a place.
+        rows are not its reason, or if it has a place already.
     """
     rows = batch.num_rows
     if not rows or not is_row_error(error) or FILE in error.fields:
@@ -57,7 +58,7 @@ def located(
     given = error.fields.get("row", _first_null(error, batch, columns))
     known = given if isinstance(given, int) and 0 <= given < rows else None
     ends = (0, rows - 1) if known is None else (known, known)
-    begin, end = (_place(source, unit, filter, first + each) for each in ends)
+    begin, end = (_place_of_row(source, unit, filter, first + offset) for offset in ends)
     text, row = error.message, None if known is None else begin.row
     if begin.row is None or end.row is None:
         names = dict.fromkeys((begin.file, end.file))
@@ -71,7 +72,7 @@ def located(
         where = f"input {begin.file} from row {begin.row} (from 0) to {end.file}, row {end.row}"
     fields = {**error.fields, FILE: begin.file, "row": row}
     found = type(error)(f"{where}: {text}", retry_after_ms=error.retry_after_ms, **fields)
-    # A fault and status of its own, and notes.
+    # Attributes of this one error: its fault and status, and notes.
     own = {k: v for k, v in vars(error).items() if k not in ("message", "fields")}
     vars(found).update(own)
     return found
@@ -80,7 +81,7 @@ def located(
 def _first_null(
     error: IskanderError, batch: pa.RecordBatch, columns: Mapping[str, str]
 ) -> int | None:
-    """Row of the first null of a column, for an error that has the number of nulls only."""
+    """Return the row of the first null, for an error that has only the number of nulls."""
     name = columns.get(error.column or "", error.column or "")
     if "nulls" not in error.fields or batch.schema.names.count(name) != 1:
         return None
@@ -88,8 +89,11 @@ def _first_null(
     return None if found < 0 else int(found)
 
 
-def _place(source: Source, unit: Unit, filter: Filter | None, row: int) -> Position:
-    """Find a row of a unit; if the input cannot be read again, name the unit."""
+def _place_of_row(source: JobSource, unit: Unit, filter: Filter | None, row: int) -> Position:
+    """Return the place of a row of a unit.
+
+    The name of the unit if the input cannot be read again.
+    """
     try:
         found = source.locate(unit, row, filter)
     except (IskanderError, OSError, pa.ArrowException):

@@ -27,7 +27,7 @@ from iskander.errors import FilterError, utf8_problem
 BYTES_MAX: Final = 8192
 DEPTH_MAX: Final = 50
 VALUES_MAX: Final = 1000
-"""Values of one `in`."""
+"""Limit of the values of one `in`."""
 GRAMMAR: Final = (
     "comparisons of columns and values, `in [...]`, `is null`, `and`, `or`, `not` and "
     'parentheses; col("name") for a name that is not an identifier'
@@ -47,9 +47,9 @@ class Condition(NamedTuple):
 
     Attributes:
         rows: Condition of a row.
-        ranges: Weaker condition for the least and the greatest value of a column, such as in
-            statistics of Parquet. They do not count NaN, so that a comparison that is true for
-            NaN, such as `x != 5`, is true here if the column has floating-point numbers.
+        ranges: Weaker condition for statistics: the least and the greatest value of each column, as
+            in Parquet. Statistics ignore NaN, so a comparison that is true for NaN, such as
+            `x != 5`, counts as true for every column of floating-point numbers.
     """
 
     rows: pc.Expression
@@ -61,8 +61,8 @@ class Filter:
     """A parsed filter.
 
     Attributes:
-        text: The filter as it was written.
-        columns: Columns that it reads, sorted.
+        text: The filter as the user wrote it.
+        columns: Columns that the filter reads, sorted.
     """
 
     text: str
@@ -70,7 +70,7 @@ class Filter:
     _tree: ast.expr = field(repr=False, compare=False)
 
     def expression(self, schema: pa.Schema) -> pc.Expression:
-        """Translate to an Arrow expression for columns of these types.
+        """Translate the filter to an Arrow expression for columns of these types.
 
         Raises:
             FilterError: A column is missing or twice in the schema, or a value has another type.
@@ -78,7 +78,7 @@ class Filter:
         return _Translation(self.text, schema).condition(self._tree, is_negated=False)
 
     def condition(self, schema: pa.Schema) -> Condition:
-        """Translate to expressions for rows and for ranges of values.
+        """Translate the filter to expressions for rows and for ranges of values.
 
         Raises:
             FilterError: As for `expression`.
@@ -100,7 +100,7 @@ def parse_filter(text: str) -> Filter:
         raise FilterError(f"filter has {count} bytes; at most {BYTES_MAX} are read")
     try:
         with warnings.catch_warnings():
-            # An unknown escape in a string is a warning of the parser.
+            # Python's parser warns of an unknown escape in a string.
             warnings.simplefilter("ignore")
             tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -109,57 +109,57 @@ def parse_filter(text: str) -> Filter:
         at = f" at character {offset}" if offset else ""
         raise FilterError(f"filter is not valid{at}: {detail}; expected {GRAMMAR}") from None
     columns: set[str] = set()
-    _check(text, tree, columns, depth=0)
+    _check_condition(text, tree, columns, depth=0)
     if not columns:
         raise FilterError("filter has no column; the same condition holds for each row")
     return Filter(text, tuple(sorted(columns)), tree)
 
 
-def _check(text: str, node: ast.expr, columns: set[str], *, depth: int) -> None:
-    """Check the form of a condition and collect its columns; types are checked later."""
+def _check_condition(text: str, node: ast.expr, columns: set[str], *, depth: int) -> None:
+    """Check the form of a condition and collect its columns; `_Translation` checks types."""
     if depth > DEPTH_MAX:
         raise FilterError(f"filter has more than {DEPTH_MAX} levels of parentheses or `not`")
     if isinstance(node, ast.BoolOp):
-        for each in node.values:
-            _check(text, each, columns, depth=depth + 1)
+        for operand in node.values:
+            _check_condition(text, operand, columns, depth=depth + 1)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        _check(text, node.operand, columns, depth=depth + 1)
+        _check_condition(text, node.operand, columns, depth=depth + 1)
     elif isinstance(node, ast.Compare):
-        for left, test, right in _pairs(node):
-            _check_pair(text, left, test, right, columns)
-    elif (name := _column(node)) is not None:
+        for left, test, right in _comparisons(node):
+            _check_comparison(text, left, test, right, columns)
+    elif (name := _column_name(node)) is not None:
         columns.add(name)
     else:
         _reject(text, node, "expected a condition")
 
 
-def _check_pair(
+def _check_comparison(
     text: str, left: ast.expr, test: ast.cmpop, right: ast.expr, columns: set[str]
 ) -> None:
-    names = [name for each in (left, right) if (name := _column(each)) is not None]
+    names = [name for operand in (left, right) if (name := _column_name(operand)) is not None]
     if isinstance(test, ast.Is | ast.IsNot):
-        if not _is_null(right) or _column(left) is None:
+        if not _is_null(right) or _column_name(left) is None:
             _reject(text, right, "`is` compares a column with null only")
         columns.add(names[0])
         return
     if isinstance(test, ast.In | ast.NotIn):
-        if _column(left) is None or not isinstance(right, ast.List | ast.Tuple | ast.Set):
+        if _column_name(left) is None or not isinstance(right, ast.List | ast.Tuple | ast.Set):
             _reject(text, right, "`in` has a column on the left and a list of values on the right")
         if not 0 < len(right.elts) <= VALUES_MAX:
             _reject(text, right, f"`in` has 1 to {VALUES_MAX} values, got {len(right.elts)}")
-        for each in right.elts:
-            _value(text, each)
+        for element in right.elts:
+            _literal(text, element)
         columns.add(names[0])
         return
     if not names:
         _reject(text, left, "a comparison needs a column on one side")
     columns.update(names)
     for each in (left, right):
-        if _column(each) is None:
-            _value(text, each)
+        if _column_name(each) is None:
+            _literal(text, each)
 
 
-def _pairs(node: ast.Compare) -> Iterator[tuple[ast.expr, ast.cmpop, ast.expr]]:
+def _comparisons(node: ast.Compare) -> Iterator[tuple[ast.expr, ast.cmpop, ast.expr]]:
     """Cut `a < b < c` into `a < b` and `b < c`."""
     lefts = [node.left, *node.comparators]
     yield from zip(lefts, node.ops, node.comparators, strict=False)
@@ -171,8 +171,8 @@ def _is_null(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id.lower() == "null"
 
 
-def _column(node: ast.expr) -> str | None:
-    """Name of the column; None if the node is no column."""
+def _column_name(node: ast.expr) -> str | None:
+    """Return the name of the column; None if the node is no column."""
     if isinstance(node, ast.Name):
         return None if node.id.lower() == "null" else node.id
     if (
@@ -184,28 +184,28 @@ def _column(node: ast.expr) -> str | None:
         and isinstance(node.args[0], ast.Constant)
         and isinstance(node.args[0].value, str)
     ):
-        return _utf8(node.args[0].value)
+        return _require_utf8(node.args[0].value)
     return None
 
 
-def _utf8(text: str) -> str:
-    """Require a name or string that Arrow can have: escapes of surrogates give no letters."""
+def _require_utf8(text: str) -> str:
+    """Return a name or string, or raise a FilterError if it is not UTF-8, as escaped surrogates."""
     if problem := utf8_problem(text):
         raise FilterError(f"filter is not valid: the string {problem}")
     return text
 
 
-def _value(text: str, node: ast.expr, *, depth: int = 0) -> bool | int | float | str:
-    """Value of a literal, with its signs."""
+def _literal(text: str, node: ast.expr, *, depth: int = 0) -> bool | int | float | str:
+    """Return the value of a literal with its signs, or raise a FilterError."""
     if depth > DEPTH_MAX:
         raise FilterError(f"filter has a number with more than {DEPTH_MAX} signs")
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        number = _value(text, node.operand, depth=depth + 1)
+        number = _literal(text, node.operand, depth=depth + 1)
         if type(number) in (int, float):
             return -number if isinstance(node.op, ast.USub) else number  # type: ignore[operator]
         _reject(text, node, "a sign needs a number")
     if isinstance(node, ast.Constant) and type(node.value) in (bool, int, float, str):
-        return _utf8(node.value) if isinstance(node.value, str) else node.value  # type: ignore[return-value]
+        return _require_utf8(node.value) if isinstance(node.value, str) else node.value  # type: ignore[return-value]
     if _is_null(node):
         _reject(text, node, "a comparison with null is never true; use `is null`")
     _reject(text, node, "expected a number, a string, True or False")
@@ -217,7 +217,7 @@ def _reject(text: str, node: ast.expr, reason: str) -> NoReturn:
 
 
 class _Translation:
-    """Translation of one filter for one schema; weak for `Condition.ranges`."""
+    """Translation of one filter for one schema; `is_weak` is for `Condition.ranges`."""
 
     def __init__(self, text: str, schema: pa.Schema, *, is_weak: bool = False) -> None:
         self._text = text
@@ -227,17 +227,18 @@ class _Translation:
     def condition(self, node: ast.expr, *, is_negated: bool) -> pc.Expression:
         """Translate a condition or its negation.
 
-        Negations move to the comparisons, because Arrow's `is_in` gives false for null.
+        A negation is passed down to the comparisons, because Arrow's `is_in` returns false for
+        null.
         """
         if isinstance(node, ast.BoolOp):
-            parts = [self.condition(each, is_negated=is_negated) for each in node.values]
-            return _joined(parts, is_and=isinstance(node.op, ast.And) != is_negated)
+            parts = [self.condition(operand, is_negated=is_negated) for operand in node.values]
+            return _join_conditions(parts, is_and=isinstance(node.op, ast.And) != is_negated)
         if isinstance(node, ast.UnaryOp):
             return self.condition(node.operand, is_negated=not is_negated)
         if isinstance(node, ast.Compare):
-            pairs = [self._pair(*each, is_negated=is_negated) for each in _pairs(node)]
-            return _joined(pairs, is_and=not is_negated)
-        name = _column(node)
+            pairs = [self._comparison(*pair, is_negated=is_negated) for pair in _comparisons(node)]
+            return _join_conditions(pairs, is_and=not is_negated)
+        name = _column_name(node)
         assert name is not None
         kind = self._type(name)
         if not pa.types.is_boolean(kind):
@@ -246,10 +247,10 @@ class _Translation:
             )
         return ~_field(name) if is_negated else _field(name)
 
-    def _pair(
+    def _comparison(
         self, left: ast.expr, test: ast.cmpop, right: ast.expr, *, is_negated: bool
     ) -> pc.Expression:
-        name = _column(left) if _column(left) is not None else _column(right)
+        name = _column_name(left) if _column_name(left) is not None else _column_name(right)
         assert name is not None
         kind = self._type(name)
         if isinstance(test, ast.Is | ast.IsNot):
@@ -257,16 +258,16 @@ class _Translation:
             return _field(name).is_null() if is_null else _field(name).is_valid()
         if isinstance(test, ast.In | ast.NotIn):
             assert isinstance(right, ast.List | ast.Tuple | ast.Set)
-            values = [self._scalar(name, kind, each) for each in right.elts]
-            found = _field(name).isin(_members(values, _plain(kind)))
+            values = [self._scalar(name, kind, element) for element in right.elts]
+            found = _field(name).isin(_members(values, _value_type(kind)))
             is_in = isinstance(test, ast.In) != is_negated
             if not is_in and self._has_nan(left):
                 return pc.scalar(True)
             return found if is_in else _field(name).is_valid() & ~found
-        sides = [
-            _field(other) if (other := _column(each)) is not None and self._type(other)
-            else pc.scalar(self._scalar(name, kind, each))
-            for each in (left, right)
+        operands = [
+            _field(other) if (other := _column_name(operand)) is not None and self._type(other)
+            else pc.scalar(self._scalar(name, kind, operand))
+            for operand in (left, right)
         ]  # fmt: skip
         if pa.types.is_nested(kind):
             raise FilterError(
@@ -274,13 +275,13 @@ class _Translation:
             )
         if isinstance(test, ast.NotEq) != is_negated and self._has_nan(left, right):
             return pc.scalar(True)
-        compared = _OPERATORS[type(test)](*sides)
+        compared = _OPERATORS[type(test)](*operands)
         return ~compared if is_negated else compared
 
-    def _has_nan(self, *sides: ast.expr) -> bool:
-        """Whether a side of a weak comparison may have NaN."""
-        names = [name for each in sides if (name := _column(each)) is not None]
-        kinds = [_plain(self._type(name)) for name in names]
+    def _has_nan(self, *nodes: ast.expr) -> bool:
+        """Whether a column of a weak comparison may have NaN."""
+        names = [name for operand in nodes if (name := _column_name(operand)) is not None]
+        kinds = [_value_type(self._type(name)) for name in names]
         return self._is_weak and any(map(pa.types.is_floating, kinds))
 
     def _type(self, name: str) -> pa.DataType:
@@ -295,24 +296,24 @@ class _Translation:
 
     def _scalar(self, name: str, kind: pa.DataType, node: ast.expr) -> pa.Scalar:
         """Convert a literal for the comparison with a column of a type."""
-        value = _value(self._text, node)
-        plain = _plain(kind)
+        value = _literal(self._text, node)
+        value_type = _value_type(kind)
         is_number = type(value) in (int, float)
-        if pa.types.is_boolean(plain):
+        if pa.types.is_boolean(value_type):
             is_valid = isinstance(value, bool)
-        elif pa.types.is_integer(plain) or pa.types.is_floating(plain):
+        elif pa.types.is_integer(value_type) or pa.types.is_floating(value_type):
             is_valid = is_number
-        elif pa.types.is_decimal(plain):
+        elif pa.types.is_decimal(value_type):
             is_valid = is_number or isinstance(value, str)
         else:
             is_valid = isinstance(value, str)
         try:
             if not is_valid:
                 raise FilterError("")
-            if is_number and not pa.types.is_decimal(plain):
+            if is_number and not pa.types.is_decimal(value_type):
                 # Arrow widens both sides: 300 is above each uint8, and 0.5 is not cut to 0.
                 return pa.scalar(value)
-            return pa.scalar(str(value) if is_number else value).cast(plain)
+            return pa.scalar(str(value) if is_number else value).cast(value_type)
         except (FilterError, pa.ArrowInvalid, pa.ArrowNotImplementedError, OverflowError):
             raise FilterError(
                 f"filter compares column {name!r} of type {kind} with {value!r}; "
@@ -321,12 +322,13 @@ class _Translation:
             ) from None
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def _value_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of a column's values, without a dictionary."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _members(values: list[pa.Scalar], kind: pa.DataType) -> pa.Array:
-    """Values of an `in` in the type of the column, without those that it cannot represent."""
+    """Return the values of an `in` in the type of the column, without those beyond this type."""
     members = []
     for each in values:
         try:
@@ -335,7 +337,7 @@ def _members(values: list[pa.Scalar], kind: pa.DataType) -> pa.Array:
             continue
         if member.as_py() == each.as_py() or member.type == each.type:
             members.append(member)
-    numbers = [each.as_py() for each in members]
+    numbers = [value.as_py() for value in members]
     if pa.types.is_floating(kind) and 0.0 in numbers:
         # Arrow looks for the bits, and Parquet's statistics have the least zero as -0.0.
         numbers += [0.0, -0.0]
@@ -346,8 +348,8 @@ def _field(name: str) -> pc.Expression:
     return pc.field(name)
 
 
-def _joined(parts: list[pc.Expression], *, is_and: bool) -> pc.Expression:
+def _join_conditions(parts: list[pc.Expression], *, is_and: bool) -> pc.Expression:
     result = parts[0]
-    for each in parts[1:]:
-        result = result & each if is_and else result | each
+    for part in parts[1:]:
+        result = result & part if is_and else result | part
     return result

@@ -16,10 +16,10 @@ from typing import Any, Final
 from iskander.errors import ConfigError
 
 STREAM = "-"
-"""The input or output that is an Arrow IPC stream on standard input or output."""
+"""Name of an input or output that is an Arrow IPC stream on standard input or output."""
 QUARANTINE: Final = "quarantine="
 PARENT: Final = "_iskander"
-"""Folder of the state folders of jobs, beside their output."""
+"""Name of the folder with the state folders of jobs, beside their outputs."""
 OVERWRITES: Final = ("error", "append", "replace")
 BATCH_ROWS_MAX: Final = 1 << 24
 CONCURRENCY_MAX: Final = 256
@@ -31,7 +31,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 def default_concurrency() -> int:
-    """One stream for each core of this process, 2 to `STREAMS_MAX`."""
+    """Return the number of cores of this process, at least 2 and at most `STREAMS_MAX`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(max(cores or 1, 2), STREAMS_MAX)
 
@@ -42,29 +42,30 @@ class Job:
 
     Attributes:
         model: Name of the model.
-        version: Version of the model; None is the version that the server selects at the plan.
+        version: Version of the model; None: the server selects it when the job is planned.
         inputs: Paths, globs, folders, URIs, or `-`.
         output: Path or URI, or `-`.
-        columns: Column of the input for each input column of the model that has another name.
-        keep: Columns of the input in the output, beside the results; None keeps all columns.
-        filter: Condition on the input's rows; other rows do not reach the output.
+        columns: Name of the model's input to name of the job's column, where they differ.
+        keep: Columns of the job's input that are in the output beside the results; None: all
+            columns.
+        filter: Condition that a row of the input must meet to be scored.
         limit: Number of rows to score, in the order of the plan and after the filter.
-        batch_rows: Rows of one record batch.
+        batch_rows: Rows of one record batch that is read.
         concurrency: Units that are scored at the same time, each on one stream. By default one for
             each core of this process, 2 to `STREAMS_MAX`.
         unit_bytes: Approximate input bytes of one unit.
         on_error: `fail`, `null`, or `quarantine=FOLDER`.
         partition_by: Columns of the output that become hive folders.
-        sort_by: Columns that order the whole output.
+        sort_by: Columns by which the whole output is sorted.
         file_bytes: Approximate bytes of one output file.
         compression: Compression of the output; None is the default of its format.
-        overwrite: `error`, `append` or `replace`, if the output exists.
-        resume: Require finished units of an earlier run in the state folder.
+        overwrite: What to do if the output exists: `error`, `append` or `replace`.
+        resume: Fail unless the state folder has an earlier run of this job.
         restart: Delete the state of an earlier run.
         unattended: Do nothing if the output has exactly these results, and delete the state of an
             earlier run of another input or model unless it has begun its commit.
         state: State folder; None is the default of `state_folder`.
-        plain_files: Read the files of a table as they are.
+        plain_files: Read the files of a table as plain files.
     """
 
     model: str
@@ -92,32 +93,32 @@ class Job:
 
     def __post_init__(self) -> None:
         """Check each option and the options that exclude each other."""
-        _check(bool(self.model), "model is empty; give the name of a model")
-        _check(bool(self.inputs), "no input; give at least one file, folder, table or `-`")
-        _check(all(self.inputs), "an input is empty; give a file, folder, table or `-`")
-        _check(bool(self.output), "output is empty; give a file, folder, table or `-`")
-        _check_range("limit", self.limit, 1, None)
-        _check_range("batch_rows", self.batch_rows, 1, BATCH_ROWS_MAX)
-        _check_range("concurrency", self.concurrency, 1, CONCURRENCY_MAX)
-        _check_range("unit_bytes", self.unit_bytes, 1, None)
-        _check_range("file_bytes", self.file_bytes, 1, None)
-        _check(
+        _require(bool(self.model), "model is empty; give the name of a model")
+        _require(bool(self.inputs), "no input; give at least one file, folder, table or `-`")
+        _require(all(self.inputs), "an input is empty; give a file, folder, table or `-`")
+        _require(bool(self.output), "output is empty; give a file, folder, table or `-`")
+        _require_range("limit", self.limit, 1, None)
+        _require_range("batch_rows", self.batch_rows, 1, BATCH_ROWS_MAX)
+        _require_range("concurrency", self.concurrency, 1, CONCURRENCY_MAX)
+        _require_range("unit_bytes", self.unit_bytes, 1, None)
+        _require_range("file_bytes", self.file_bytes, 1, None)
+        _require(
             self.on_error in ("fail", "null") or bool(self.quarantine),
             f"on_error is {self.on_error!r}; expected fail, null or quarantine=FOLDER",
         )
-        _check(
+        _require(
             self.overwrite in OVERWRITES,
             f"overwrite is {self.overwrite!r}; expected {', '.join(OVERWRITES)}",
         )
-        _check(
+        _require(
             self.resume + self.restart + self.unattended <= 1,
             "resume, restart and unattended exclude each other",
         )
-        _check(
+        _require(
             STREAM not in self.inputs or len(self.inputs) == 1,
             "standard input (`-`) cannot be combined with other inputs",
         )
-        _check(
+        _require(
             not (self.resume and self.is_stream),
             "resume needs files or tables; a stream (`-`) cannot be read or written twice",
         )
@@ -131,16 +132,16 @@ class Job:
 
     @property
     def is_stream(self) -> bool:
-        """True if the input or the output is a stream, so that the job cannot be resumed."""
+        """Whether the input or the output is a stream, so that the job cannot be resumed."""
         return STREAM in (*self.inputs, self.output)
 
     @property
     def state_folder(self) -> str:
         """Folder for the plan and the journal.
 
-        By default it is `_iskander/NAME` beside a local output, and in the working folder for any
-        other output. Its name does not contain the fingerprint: a changed job finds the state of
-        the earlier one and is rejected, instead of writing beside it.
+        By default it is `_iskander/NAME`, beside a local output, or in the working folder for any
+        other output. The name does not contain the fingerprint, so a changed job finds the state of
+        the earlier job and is rejected.
         """
         if self.state is not None:
             return self.state
@@ -154,8 +155,8 @@ class Job:
     def fingerprinted(self) -> dict[str, Any]:
         """Return the options that change results or the files of the output.
 
-        The inputs are not among them, because the snapshot of the source describes what they
-        contain. Concurrency, and the policy for an existing output are not either.
+        The inputs are left out, because the snapshot of the source describes what they contain.
+        Concurrency and the policy for an existing output are left out too: they change no result.
         """
         return {
             "output": self.output,
@@ -173,13 +174,13 @@ class Job:
         }
 
 
-def _check(is_valid: bool, text: str) -> None:
+def _require(is_valid: bool, text: str) -> None:
     if not is_valid:
         raise ConfigError(text)
 
 
-def _check_range(name: str, value: int | None, low: int, high: int | None) -> None:
+def _require_range(name: str, value: int | None, low: int, high: int | None) -> None:
     if value is None:
         return
-    _check(value >= low, f"{name} is {value}; expected at least {low}")
-    _check(high is None or value <= high, f"{name} is {value}; expected at most {high}")
+    _require(value >= low, f"{name} is {value}; expected at least {low}")
+    _require(high is None or value <= high, f"{name} is {value}; expected at most {high}")

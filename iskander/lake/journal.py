@@ -1,7 +1,7 @@
 """State folder of a job: the plan, finished units, and a lock against a second process.
 
-`plan.json` is replaced as a whole; `journal.jsonl` grows by one line a unit. Both are on disk when
-a call returns, so that a unit in the journal survives a crash of the machine.
+`plan.json` is replaced as a whole; `journal.jsonl` grows by one line for a unit. Both files are on
+disk when a call returns, so that a unit in the journal survives a crash of the machine.
 
 Runs in: the operator's tool; `append` may be called from several threads.
 """
@@ -22,7 +22,7 @@ from typing import Final
 from iskander.lake.errors import JobConflict, StateError
 from iskander.lake.execution import differences
 from iskander.lake.job import PARENT
-from iskander.lake.plan import Plan, canonical, decode_plan, encode_plan
+from iskander.lake.plan import JobPlan, canonical, decode_plan, encode_plan
 
 fcntl: ModuleType | None
 try:
@@ -67,13 +67,13 @@ class Journal:
 
     Raises:
         JobConflict: Another process uses the folder.
-        StateError: The system rejects to create or lock the folder. Each method raises it too, if
-            the system rejects to read or write.
+        StateError: The folder cannot be created or locked. Every method raises it too, if the
+            folder cannot be read or written.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        with _using(self.folder):
+        with _as_state_errors(self.folder):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError) as error:
@@ -81,7 +81,7 @@ class Journal:
             self._lock: int | None = _lock(self.folder / LOCK)
         self._mutex = threading.Lock()
         self._lines: int | None = None
-        self._plan: Plan | None = None
+        self._plan: JobPlan | None = None
         self._finished: dict[int, Finished] = {}
 
     def __enter__(self) -> Journal:
@@ -91,19 +91,20 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin(self, plan: Plan, *, is_restart: bool = False, must_resume: bool = False) -> bool:
+    def begin(self, plan: JobPlan, *, is_restart: bool = False, must_resume: bool = False) -> bool:
         """Begin or resume a job.
 
         Args:
-            plan: The plan that was made now.
+            plan: Plan of the job as it is now.
             is_restart: Delete the state of an earlier job.
-            must_resume: Reject to begin a new job.
+            must_resume: Raise an error instead of beginning a new job.
 
         Returns:
             True if an earlier run is resumed.
 
         Raises:
-            JobConflict: The folder has the state of another job, or none and `must_resume`.
+            JobConflict: The folder has the state of another job, or has none although `must_resume`
+                is set.
         """
         if is_restart:
             self.clear()
@@ -111,9 +112,9 @@ class Journal:
         if earlier is None:
             if must_resume:
                 raise JobConflict(f"{self.folder}: no earlier run to resume; omit --resume")
-            with _using(self.folder):
-                _replace(self.folder / JOURNAL, b"")
-                _replace(self.folder / PLAN, encode_plan(plan))
+            with _as_state_errors(self.folder):
+                _replace_file(self.folder / JOURNAL, b"")
+                _replace_file(self.folder / PLAN, encode_plan(plan))
         elif earlier.fingerprint != plan.fingerprint:
             raise JobConflict(
                 f"{self.folder}: has the state of another job ({_differences(earlier, plan)}); "
@@ -123,7 +124,7 @@ class Journal:
             )
         self._plan = plan
         self._finished = self.finished_of(plan)
-        with _using(self.folder):
+        with _as_state_errors(self.folder):
             self._lines = _open_lines(self.folder / JOURNAL)
         return earlier is not None
 
@@ -132,35 +133,35 @@ class Journal:
         """Whether the folder has the state of a job."""
         return (self.folder / PLAN).exists()
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> JobPlan | None:
         """Read the plan of the earlier run; None if there is none.
 
         Raises:
             JobConflict: The plan is not readable.
         """
-        with _using(self.folder):
+        with _as_state_errors(self.folder):
             try:
                 return decode_plan((self.folder / PLAN).read_bytes())
             except FileNotFoundError:
                 return None
 
-    def is_of_another(self, plan: Plan) -> bool:
-        """Whether the folder has the state of a job with another plan.
+    def is_of_another(self, plan: JobPlan) -> bool:
+        """Whether the folder has the state of a job with a plan other than this one.
 
         Raises:
-            JobConflict: Its plan is not readable.
+            JobConflict: The plan in the folder is not readable.
         """
         earlier = self.plan()
         return earlier is not None and earlier.fingerprint != plan.fingerprint
 
-    def finished_of(self, plan: Plan) -> dict[int, Finished]:
-        """Read the finished units of the earlier run of a plan, without a change of the folder.
+    def finished_of(self, plan: JobPlan) -> dict[int, Finished]:
+        """Read the finished units of an earlier run of a plan; the folder is not changed.
 
         Raises:
-            JobConflict: A line is damaged, or it is not of this plan.
+            JobConflict: A line is damaged, or names a unit of another plan.
         """
-        with _using(self.folder):
-            return _read(self.folder / JOURNAL, plan)
+        with _as_state_errors(self.folder):
+            return _read_finished(self.folder / JOURNAL, plan)
 
     def finished(self) -> dict[int, Finished]:
         """Return the finished units by their index."""
@@ -168,12 +169,12 @@ class Journal:
             return dict(self._finished)
 
     def append(self, finished: Finished) -> None:
-        """Record a finished unit; it is on disk when this returns.
+        """Record a finished unit, which is on disk when this returns.
 
-        Repeating a unit with equal values changes nothing. A line that is torn by a full disk is
-        ignored later.
+        A repetition with equal values changes nothing. A line that a full disk cuts off is ignored
+        later.
         """
-        with self._mutex, _using(self.folder):
+        with self._mutex, _as_state_errors(self.folder):
             assert self._lines is not None and self._plan is not None, "begin comes first"
             unit = self._plan.units[finished.index]
             assert unit.name == finished.name, f"unit {finished.index} has the name {unit.name}"
@@ -194,18 +195,20 @@ class Journal:
 
         The unit is scored again.
         """
-        with self._mutex, _using(self.folder):
+        with self._mutex, _as_state_errors(self.folder):
             assert self._lines is not None, "begin comes first"
             self._finished.pop(index, None)
-            lines = b"".join(canonical(asdict(each)) + b"\n" for each in self._finished.values())
+            lines = b"".join(
+                canonical(asdict(finished)) + b"\n" for finished in self._finished.values()
+            )
             os.close(self._lines)
             self._lines = None
-            _replace(self.folder / JOURNAL, lines)
+            _replace_file(self.folder / JOURNAL, lines)
             self._lines = _open_lines(self.folder / JOURNAL)
 
     def clear(self) -> None:
         """Delete the plan and the journal, and keep the lock until `close`."""
-        with self._mutex, _using(self.folder):
+        with self._mutex, _as_state_errors(self.folder):
             self._close_lines()
             # The plan goes first: a journal without a plan is no state.
             for name in (PLAN, JOURNAL):
@@ -216,7 +219,7 @@ class Journal:
     def close(self) -> None:
         """Close the files and release the lock; safe to repeat.
 
-        Without a plan, the folder is deleted with its empty parent `_iskander`.
+        A folder without a plan is deleted, and its parent `_iskander` too if that is empty then.
         """
         with self._mutex:
             self._close_lines()
@@ -224,7 +227,7 @@ class Journal:
                 return
             is_empty = not (self.folder / PLAN).exists()
             if is_empty and fcntl is not None:
-                # Before the lock is released: afterwards, the name may be another process's file.
+                # Before the lock is released: afterwards another process may have created the file.
                 (self.folder / LOCK).unlink(missing_ok=True)
             _unlock(self._lock, self.folder / LOCK)
             self._lock = None
@@ -241,7 +244,7 @@ class Journal:
 
 
 @contextmanager
-def _using(folder: Path) -> Iterator[None]:
+def _as_state_errors(folder: Path) -> Iterator[None]:
     """Convert errors of the system to `StateError` with the path."""
     try:
         yield
@@ -252,43 +255,43 @@ def _using(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _read(path: Path, plan: Plan) -> dict[int, Finished]:
-    """Read the finished units; a torn last line is ignored.
+def _read_finished(path: Path, plan: JobPlan) -> dict[int, Finished]:
+    """Read the finished units; ignore a last line that was cut off.
 
     Raises:
-        JobConflict: Another line is damaged, or it is not of this plan.
+        JobConflict: Another line is damaged, or names a unit of another plan.
     """
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return {}
     finished = {}
-    # A line that ends in no line end was torn by a crash, even if it reads well.
+    # A line without a line end was cut off by a crash, even if it can be decoded.
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            each = _decode_line(line)
+            unit = _decode_line(line)
         except (ValueError, TypeError, RecursionError) as error:
             raise JobConflict(
                 f"{path}: line {number} is damaged; start again with --restart"
             ) from error
-        is_unit = 0 <= each.index < len(plan.units)
-        if not is_unit or plan.units[each.index].name != each.name:
+        is_unit = 0 <= unit.index < len(plan.units)
+        if not is_unit or plan.units[unit.index].name != unit.name:
             raise JobConflict(f"{path}: line {number} is not of this plan; use --restart")
-        finished[each.index] = each
+        finished[unit.index] = unit
     return finished
 
 
 def _decode_line(line: bytes) -> Finished:
-    """Decode a line; raises ValueError or TypeError if it is damaged."""
-    each = Finished(**json.loads(line))
-    numbers = {name: value for name, value in asdict(each).items() if name != "name"}
+    """Decode a line; raise ValueError or TypeError if it is damaged."""
+    unit = Finished(**json.loads(line))
+    numbers = {name: value for name, value in asdict(unit).items() if name != "name"}
     if not all(type(value) is int for value in numbers.values()):
         raise ValueError(f"wanted numbers, got {numbers}")
-    return each
+    return unit
 
 
 def _open_lines(path: Path) -> int:
-    """Open the journal for appending, without the bytes of a torn last line."""
+    """Open the journal for appending; remove a last line that was cut off."""
     lines = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
     try:
         text = path.read_bytes()
@@ -300,7 +303,7 @@ def _open_lines(path: Path) -> int:
     return lines
 
 
-def _differences(earlier: Plan, plan: Plan) -> str:
+def _differences(earlier: JobPlan, plan: JobPlan) -> str:
     parts = []
     if earlier.model != plan.model:
         parts.append(f"model {earlier.model}, now {plan.model}")
@@ -316,7 +319,7 @@ def _differences(earlier: Plan, plan: Plan) -> str:
     return "; ".join(parts) or "its contract or the columns of its output differ"
 
 
-def _replace(path: Path, text: bytes) -> None:
+def _replace_file(path: Path, text: bytes) -> None:
     """Write a file as a whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
@@ -328,7 +331,7 @@ def _replace(path: Path, text: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put new and renamed entries of a folder on disk, where the system can."""
+    """Write new and renamed entries of a folder to disk, if the system supports that."""
     if sys.platform == "win32":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -346,13 +349,14 @@ def _write_all(descriptor: int, text: bytes) -> None:
 def _lock(path: Path) -> int:
     """Lock a file for this process; the system releases the lock if the process dies.
 
-    Without fcntl, the file itself is the lock. It stays if the process dies, and names it.
+    Without fcntl, the existence of the file is the lock. The file stays if the process dies, and
+    has the id of that process.
     """
     if fcntl is None:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError as error:
-            raise _in_use(path) from error
+            raise _in_use_error(path) from error
         _write_all(descriptor, str(os.getpid()).encode())
         return descriptor
     for _ in range(_LOCK_ATTEMPTS):
@@ -362,7 +366,7 @@ def _lock(path: Path) -> int:
         except OSError as error:
             os.close(descriptor)
             if isinstance(error, BlockingIOError):
-                raise _in_use(path) from error
+                raise _in_use_error(path) from error
             raise
         # Another process may have removed the file between the two calls: then it locks nothing.
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
@@ -370,7 +374,7 @@ def _lock(path: Path) -> int:
             _write_all(descriptor, str(os.getpid()).encode())
             return descriptor
         os.close(descriptor)
-    raise _in_use(path)
+    raise _in_use_error(path)
 
 
 def _unlock(descriptor: int, path: Path) -> None:
@@ -382,7 +386,7 @@ def _unlock(descriptor: int, path: Path) -> None:
         os.close(descriptor)
 
 
-def _in_use(path: Path) -> JobConflict:
+def _in_use_error(path: Path) -> JobConflict:
     try:
         pid = path.read_text()[:20] or "unknown"
     except OSError:

@@ -22,7 +22,7 @@ FORMAT: Final = 3
 PROGRAM: Final = f"iskander {__version__}, pyarrow {pa.__version__}"
 """Versions that determine the bytes of the output."""
 ROWS_MAX: Final = "rows_max"
-"""Key of a locator: rows to read of the unit, after the filter."""
+"""Key of a locator whose value is the number of rows to read of the unit, after the filter."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Unit:
     Attributes:
         index: Position in the plan, from 0.
         name: `part-INDEX-HASH`, derived from the index and the locator.
-        locator: JSON values with which the source finds and checks the data.
-        rows: Rows before the filter; None if only reading tells.
-        bytes: Approximate bytes in the input.
+        locator: JSON values by which the source finds and checks the data of the unit.
+        rows: Rows before the filter; None if they are unknown before reading.
+        bytes: Approximate bytes of the unit in the input.
     """
 
     index: int
@@ -45,13 +45,13 @@ class Unit:
 
     @property
     def rows_max(self) -> int | None:
-        """Rows to read of this unit, after the filter; None for all."""
+        """Number of rows to read of this unit, after the filter; None for all rows."""
         return self.locator.get(ROWS_MAX)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Units of a job, and the identity of all that its results depend on.
+class JobPlan:
+    """Units of a job, and the identity of everything that its results depend on.
 
     Attributes:
         units: Units in the order of the output.
@@ -61,7 +61,7 @@ class Plan:
         digest: Result of `model_digest`.
         snapshot: State of the input when it was planned.
         schema: Schema of the input.
-        values: Options and execution of the job, which are in the fingerprint.
+        values: Options of the job and runtime of the model; the fingerprint includes them.
         program: Program that made the plan.
     """
 
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def rows(self) -> int | None:
-        """Rows of all units before the filter; None if one unit does not know."""
+        """Rows of all units before the filter; None if the rows of a unit are unknown."""
         return total_rows(self.units)
 
     @property
@@ -86,44 +86,47 @@ class Plan:
         return sum(unit.bytes for unit in self.units)
 
 
-def unit(index: int, locator: dict[str, Any], *, rows: int | None, bytes: int) -> Unit:
-    """Make a unit with the name that belongs to its index and locator."""
+def make_unit(index: int, locator: dict[str, Any], *, rows: int | None, bytes: int) -> Unit:
+    """Make a unit, whose name is derived from its index and locator."""
     digest = hashlib.sha256(canonical(locator)).hexdigest()
     return Unit(index, f"part-{index:05d}-{digest[:8]}", locator, rows, bytes)
 
 
 def total_rows(units: Iterable[Unit]) -> int | None:
-    """Sum of the rows of units; None if one of them is unknown."""
+    """Return the sum of the rows of units; None if the rows of a unit are unknown."""
     total = 0
-    for each in units:
-        if each.rows is None:
+    for unit in units:
+        if unit.rows is None:
             return None
-        total += each.rows
+        total += unit.rows
     return total
 
 
-def limited(units: Sequence[Unit], limit: int | None, count: Callable[[Unit], int]) -> list[Unit]:
-    """Select the units that hold the first `limit` rows, and cut the last one of them.
+def limit_units(
+    units: Sequence[Unit], limit: int | None, count: Callable[[Unit], int]
+) -> list[Unit]:
+    """Select the units with the first `limit` rows, and cut the last selected unit.
 
     Args:
         units: Units in order.
         limit: Rows to keep after the filter; None keeps all units.
-        count: Rows of a unit after the filter. It is called once for each unit that is kept, except
-            the last unit of all.
+        count: Counts the rows of a unit after the filter. It is called once for every selected
+            unit, except the last one of `units`.
     """
     if limit is None:
         return list(units)
     kept: list[Unit] = []
     left = limit
-    for each in units:
-        is_last = each.index == units[-1].index
-        rows = left if is_last else count(each)
+    for unit in units:
+        is_last = unit.index == units[-1].index
+        rows = left if is_last else count(unit)
         if rows < left and not is_last:
-            kept.append(each)
+            kept.append(unit)
             left -= rows
             continue
-        cut = None if each.rows is None else min(each.rows, left)
-        kept.append(unit(each.index, {**each.locator, ROWS_MAX: left}, rows=cut, bytes=each.bytes))
+        cut = None if unit.rows is None else min(unit.rows, left)
+        locator = {**unit.locator, ROWS_MAX: left}
+        kept.append(make_unit(unit.index, locator, rows=cut, bytes=unit.bytes))
         break
     return kept
 
@@ -138,7 +141,7 @@ def fingerprint(
     options: Mapping[str, Any],
     snapshot: Mapping[str, str],
 ) -> str:
-    """Identify the results of a job: equal fingerprints give equal results.
+    """Return the fingerprint of a job: jobs with equal fingerprints have equal results.
 
     Args:
         model: Name of the model.
@@ -147,7 +150,7 @@ def fingerprint(
         contract: The model's inputs and outputs as JSON values.
         output_columns: Names of the output's columns, in order.
         options: `Job.fingerprinted()`, and `execution`.
-        snapshot: `Source.snapshot`.
+        snapshot: `JobSource.snapshot`.
 
     Returns:
         64 hexadecimal digits.
@@ -167,16 +170,16 @@ def fingerprint(
 
 
 def model_digest(identity: Mapping[str, Any]) -> str:
-    """Hash what identifies a model version: its contract, with the hash of its files."""
+    """Hash the identity of a model version: its contract, with the hash of its files."""
     return hashlib.sha256(canonical(identity)).hexdigest()
 
 
 def canonical(values: Mapping[str, Any]) -> bytes:
-    """JSON with sorted keys, no spaces and ASCII letters only."""
+    """Encode as JSON with sorted keys, without spaces, in ASCII."""
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
-def encode_plan(plan: Plan) -> bytes:
+def encode_plan(plan: JobPlan) -> bytes:
     """Convert a plan to JSON."""
     values = {
         "format": FORMAT,
@@ -188,12 +191,12 @@ def encode_plan(plan: Plan) -> bytes:
         "snapshot": plan.snapshot,
         "values": plan.values,
         "schema": base64.b64encode(plan.schema.serialize()).decode(),
-        "units": [[each.index, each.locator, each.rows, each.bytes] for each in plan.units],
+        "units": [[unit.index, unit.locator, unit.rows, unit.bytes] for unit in plan.units],
     }
     return canonical(values) + b"\n"
 
 
-def decode_plan(text: bytes) -> Plan:
+def decode_plan(text: bytes) -> JobPlan:
     """Convert a plan back from JSON.
 
     Raises:
@@ -208,7 +211,7 @@ def decode_plan(text: bytes) -> Plan:
             )
         if not isinstance(values["values"], dict):
             raise TypeError("values are no object")
-        return Plan(
+        return JobPlan(
             units=tuple(map(_unit_of, range(len(values["units"])), values["units"])),
             fingerprint=values["fingerprint"],
             model=values["model"],
@@ -230,4 +233,4 @@ def _unit_of(position: int, values: Any) -> Unit:  # noqa: ANN401
     is_valid = index == position and isinstance(locator, dict) and type(count) is int
     if not is_valid or not (rows is None or type(rows) is int):
         raise ValueError(f"unit {position} is damaged")
-    return unit(position, locator, rows=rows, bytes=count)
+    return make_unit(position, locator, rows=rows, bytes=count)

@@ -16,25 +16,25 @@ from iskander.client.matching import Matching
 from iskander.client.slicing import slices, whole
 from iskander.errors import ContractError, IskanderError, LimitExceeded
 from iskander.foundation import clock
-from iskander.lake.execution import execution
-from iskander.lake.failures import located
+from iskander.lake.execution import execution_values
+from iskander.lake.failures import with_place
 from iskander.lake.filters import Filter, parse_filter
 from iskander.lake.job import Job
-from iskander.lake.plan import Plan, fingerprint, limited, model_digest
+from iskander.lake.plan import JobPlan, fingerprint, limit_units, model_digest
 from iskander.lake.rows import require_separable
 from iskander.lake.sinks.schemas import check_columns
-from iskander.lake.sources import Source
+from iskander.lake.sources import JobSource
 from iskander.lake.whole import require_rows, require_whole
 
 WORKERS_S: Final = 30.0
-"""Time for the other workers of a server that is ready to load the model, before a job."""
+"""Time for a ready server to load the model in its other workers too, before a job."""
 DESCRIBE_S: Final = 120.0
-"""Time in which a server that is starting again has to describe the model."""
+"""Time within which a server that is starting again must describe the model."""
 _POLL_S: Final = 0.1
-_UNSTABLE: Final = (
+_NOT_IDENTITY: Final = (
     "ready", "versions", "aliases", "limits", "max_batch_rows", "runtimes", "all_runtimes", "rows",
 )  # fmt: skip
-"""Keys of a contract that say nothing about the model itself; see `execution` for some."""
+"""Keys of a contract that do not identify the model; `execution` handles some of them."""
 
 
 class ScoringClient(Protocol):
@@ -66,21 +66,21 @@ class ScoringClient(Protocol):
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A plan, and what its units need.
+class PlannedJob:
+    """The plan of a job, and everything that a run of its units needs.
 
     Attributes:
         plan: The plan.
         description: Description of the model.
         filter: Condition of the rows.
         read: Columns that are read, in the order of the input.
-        kept: Columns of the input in the output.
+        kept: Columns of the input that are in the output.
         matching: Mapping of the read columns to the model's inputs.
-        sent: Columns that are matched.
+        sent: Columns of the input that are matched and sent.
         output: Columns of the output.
     """
 
-    plan: Plan
+    plan: JobPlan
     description: ModelDescription
     filter: Filter | None
     read: pa.Schema
@@ -90,8 +90,8 @@ class Planned:
     output: pa.Schema
 
 
-def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned:
-    """Plan a job; reads nothing but what `limit` needs.
+def plan_job(job: Job, source: JobSource, description: ModelDescription) -> PlannedJob:
+    """Plan a job; rows are read only to count them for `limit`.
 
     Args:
         job: The job.
@@ -100,8 +100,8 @@ def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned
 
     Raises:
         ConfigError: A column of an option does not exist, or `on_error` does not fit the model.
-        ContractError: The input does not match the model, two output columns have one name, or the
-            model takes all rows in one request and the source has them in parts.
+        ContractError: The input does not match the model, two output columns have the same name, or
+            the model takes all rows in one request and the source reads rows in parts.
         FilterError: The filter is not valid for the input.
         LimitExceeded: The model takes all rows in one request, and there are too many.
     """
@@ -123,7 +123,7 @@ def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned
             column=twice[0],
         )
     wanted = {
-        _top(job.columns.get(name, name), schema)
+        _column_or_struct(job.columns.get(name, name), schema)
         for name in (*description.input_types, *description.ranked_within)
         if name
     }
@@ -132,20 +132,20 @@ def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned
     try:
         matching = Matching(description, inputs, columns=job.columns, decimals=source.decimals)
     except ContractError:
-        # With all columns of the input, the error names the nearest one of a missing one.
+        # With all columns of the input, the error names the one nearest to a missing column.
         Matching(description, schema, columns=job.columns)
         raise
     is_all = job.quarantine is not None
     read = pa.schema([each for each in schema if is_all or each.name in {*kept, *sent}])
     output = pa.schema(
-        [schema.field(name) for name in kept] + [each.with_nullable(True) for each in results]
+        [schema.field(name) for name in kept] + [field.with_nullable(True) for field in results]
     )
-    units = limited(source.units(), job.limit, lambda unit: source.count(unit, condition))
+    units = limit_units(source.units(), job.limit, lambda unit: source.count(unit, condition))
     if condition is None and units[0].rows is not None:
         require_rows(description, units[0].rows)
     digest = model_digest(identity(description))
-    options = job.fingerprinted() | execution(description)
-    plan = Plan(
+    options = job.fingerprinted() | execution_values(description)
+    plan = JobPlan(
         units=tuple(units),
         fingerprint=fingerprint(
             model=description.name,
@@ -163,21 +163,21 @@ def plan_job(job: Job, source: Source, description: ModelDescription) -> Planned
         schema=schema,
         values=options,
     )
-    return Planned(plan, description, condition, read, kept, matching, sent, output)
+    return PlannedJob(plan, description, condition, read, kept, matching, sent, output)
 
 
 def identity(description: ModelDescription) -> dict[str, Any]:
-    """What results depend on: the contract of a model version, and the hash of its files."""
-    return {k: v for k, v in description.metadata.items() if k not in _UNSTABLE}
+    """Return the identity of a model version: its contract, and the hash of its files."""
+    return {k: v for k, v in description.metadata.items() if k not in _NOT_IDENTITY}
 
 
-def _top(name: str, schema: pa.Schema) -> str:
-    """Column of an input: the struct `a` for `a.b`, unless a column has that name."""
+def _column_or_struct(name: str, schema: pa.Schema) -> str:
+    """Return the column of a model's input: the struct `a` for `a.b`, unless `a.b` is a column."""
     return name if name in schema.names else name.partition(".")[0]
 
 
 def csv_types(job: Job, description: ModelDescription) -> dict[str, pa.DataType]:
-    """Types that a model wants of columns of CSV files and hive folders."""
+    """Return the types that a model wants for columns of CSV files and hive folders."""
     inputs = description.input_schema
     return {
         job.columns.get(name, name): inputs.field(name).type
@@ -186,15 +186,15 @@ def csv_types(job: Job, description: ModelDescription) -> dict[str, pa.DataType]
     }
 
 
-def cut(batch: pa.RecordBatch, description: ModelDescription) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a matched batch in the batches of one call each.
+def cut_for_calls(batch: pa.RecordBatch, description: ModelDescription) -> Iterator[pa.RecordBatch]:
+    """Cut the rows of a matched batch into batches that are sent in one call each.
 
-    They are within the limits of the server, and within a worker's batch, so that the server does
-    not cut them by its load. A model that ranks the rows of a batch has them together.
+    The batches are within the limits of the server and of a worker's batch, so that the server does
+    not cut them depending on its load. Rows of a batch that the model ranks stay together.
 
     Raises:
-        LimitExceeded: One row alone exceeds a limit, or the rows must not be cut and exceed one.
-        ContractError: The batches of such rows cannot be joined.
+        LimitExceeded: A single row exceeds a limit, or rows that must stay together exceed a limit.
+        ContractError: Rows that must stay together cannot be joined.
     """
     limits = description.limits
     rows_max = limits["rows"]
@@ -222,7 +222,7 @@ def cut(batch: pa.RecordBatch, description: ModelDescription) -> Iterator[pa.Rec
 
 
 def score_first(
-    job: Job, planned: Planned, source: Source, client: ScoringClient
+    job: Job, planned: PlannedJob, source: JobSource, client: ScoringClient
 ) -> tuple[int, float] | None:
     """Score the first batch that a job sends; return its rows and seconds, or None without rows."""
     plan = planned.plan
@@ -232,13 +232,13 @@ def score_first(
         return None
     try:
         matched = planned.matching.apply(batch.select(planned.sent))
-        sent = next(cut(matched, planned.description))
+        sent = next(cut_for_calls(matched, planned.description))
         batch = batch.slice(0, sent.num_rows)
         started_ns = clock.now_ns()
         for _ in client.stream(plan.model, [sent], version=plan.version):
             pass
     except IskanderError as error:
-        raise located(
+        raise with_place(
             error,
             source,
             plan.units[0],
@@ -259,16 +259,16 @@ def describe(
     workers_s: float = 0.0,
     is_ended: Callable[[], bool] = bool,
 ) -> ModelDescription:
-    """Describe a model; wait for a server that starts again.
+    """Return the description of a model; wait for a server that is starting again.
 
     Args:
         client: Client of the server.
         name: Name of the model.
-        version: Version or alias; None: that of the server's routing.
+        version: Version or alias; None: the server's routing selects the version.
         within_s: Time for the server to answer.
-        workers_s: Time for all kinds of workers to load the model, after the first one. Those with
-            another number of cores or another device run it differently.
-        is_ended: Whether to wait no longer.
+        workers_s: Time for workers of every kind to load the model, after the first worker has: a
+            worker with another number of cores or another device runs the model differently.
+        is_ended: Returns True to stop waiting.
 
     Raises:
         IskanderError: There is no such model, or no answer before the deadline.

@@ -24,7 +24,7 @@ class Position(NamedTuple):
 
 
 def kept_rows(batch: pa.RecordBatch, rows: pc.Expression | None) -> pa.Array:
-    """Numbers of the rows of a batch that a condition keeps; None keeps all."""
+    """Return the numbers of the rows of a batch that meet a condition; of all rows for None."""
     numbers = pa.array(range(batch.num_rows), pa.int64())
     if rows is None:
         return numbers

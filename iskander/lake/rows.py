@@ -1,9 +1,9 @@
 """Treatment of rows that the server rejects: fail, null results, or quarantine.
 
 A rejected batch is halved until the rejected rows are alone, so that `b` rejected rows of `n` cost
-about `2 b log2(n / b)` calls. A call whose data ends workers costs a second or more, so that such a
-batch is cut into more parts: a row of 8,192 is found by four of these calls. Only errors about
-values count: a missing permission or an unknown model is no error of a row.
+about `2 b log2(n / b)` calls. A call whose data ends workers costs a second or more, so such a
+batch is cut into more parts: four such calls find a row among 8,192. Only errors about values
+count: a missing permission or an unknown model is no error of a row.
 
 Runs in: the operator's tool, threads of one process.
 """
@@ -23,18 +23,18 @@ import pyarrow.parquet as pq
 from iskander.client import ModelDescription
 from iskander.errors import ConfigError, ExecutionFailed, Fault, IskanderError, PoisonedRequest
 from iskander.lake.job import QUARANTINE
-from iskander.lake.plan import Plan, Unit
-from iskander.lake.sinks.schemas import check_columns, conformed, plain_schema
+from iskander.lake.plan import JobPlan, Unit
+from iskander.lake.sinks.schemas import check_columns, conform, plain_schema
 from iskander.lake.sinks.staging import provenance
 from iskander.lake.sinks.storage import Storage, storage_of, writing
 from iskander.lake.sinks.writing import Layout, UnitWriter
 
 ERRORS_MAX: Final = 10_000
-"""Rejected rows of a job, of a task of Spark, or of a batch of Ray Data."""
+"""Limit of the rejected rows of a job, of a task of Spark, or of a batch of Ray Data."""
 POISONED_MAX: Final = 100
-"""Calls of a job whose data ended workers; each one ends two."""
+"""Limit of the calls of a job whose data ends workers; such a call ends two workers."""
 POISONED_PARTS: Final = 64
-"""Parts of a batch whose data ended workers."""
+"""Number of parts into which a batch is cut if its data ended workers."""
 ROW_CODES: Final = frozenset(
     {
         "contract", "malformed", "limit", ExecutionFailed.code, PoisonedRequest.code
@@ -81,12 +81,12 @@ class Outcome:
 class ErrorBudget:
     """Number of rejected rows that a job still permits; threads share it.
 
-    A copy in another process counts by itself; `add` counts its rows here.
+    A pickled copy in another process counts separately; `add` counts the rows of that process here.
 
     Args:
-        errors_max: Rejected rows of the job.
-        count: Rejected rows of an earlier run.
-        poisoned_max: Calls of the job whose data ended workers.
+        errors_max: Limit of the rejected rows of the job.
+        count: Number of rejected rows of an earlier run.
+        poisoned_max: Limit of the calls of the job whose data ends workers.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ErrorBudget:
         """Count a call that was rejected, if its data ended workers.
 
         Raises:
-            TooManyErrors: The job permits no more of them.
+            TooManyErrors: The job permits no more such calls.
         """
         if error.code != PoisonedRequest.code:
             return
@@ -150,7 +150,7 @@ class ErrorBudget:
 
 
 class RowPolicy:
-    """What to do with rejected rows.
+    """Policy for rejected rows: fail, null results, or quarantine.
 
     Args:
         on_error: `Job.on_error`.
@@ -176,21 +176,21 @@ class RowPolicy:
         error: IskanderError,
         score: Callable[[pa.RecordBatch], pa.RecordBatch],
     ) -> Outcome:
-        """Find the rejected rows of a batch, and score the others.
+        """Find the rejected rows of a batch, and score its other rows.
 
         Args:
             batch: The rejected batch.
             error: Its error.
-            score: Scores a batch in one call, with a deadline of its own.
+            score: Scores a batch in one call, which has its own deadline.
 
         Raises:
-            IskanderError: The error itself with `fail` or if rows are not its reason; or an error
-                of `score` that is none of rows.
+            IskanderError: `error` itself, if the policy is `fail` or rows are not its reason; or an
+                error of `score` whose reason is not a row.
             TooManyErrors: The job has too many rejected rows.
         """
         if not self.can_handle(error):
             raise error
-        results, rejected = isolate(batch, error, score, self._budget)
+        results, rejected = find_rejected_rows(batch, error, score, self._budget)
         return self._outcome(batch, results, rejected)
 
     def _outcome(
@@ -201,7 +201,7 @@ class RowPolicy:
     ) -> Outcome:
         bad = {each.offset for each in rejected}
         good = pa.array([i for i in range(batch.num_rows) if i not in bad], pa.int64())
-        fitting = [_fitted(each, self._results) for each in parts]
+        fitting = [_fitted(part, self._results) for part in parts]
         scored = pa.Table.from_batches(fitting, self._results).combine_chunks()
         assert scored.num_rows == len(good), "results and rows differ"
         if not self.is_quarantine:
@@ -213,13 +213,13 @@ class RowPolicy:
         codes = pa.array([each.code for each in rejected], pa.string())
         messages = pa.array([each.message for each in rejected], pa.string())
         quarantined = pa.RecordBatch.from_arrays(
-            [*conformed(lines, plain_schema(batch.schema)).columns, codes, messages], schema=schema
+            [*conform(lines, plain_schema(batch.schema)).columns, codes, messages], schema=schema
         )
         return Outcome(batch.take(good), _one(scored), quarantined, len(rejected))
 
 
 def require_separable(on_error: str, description: ModelDescription) -> None:
-    """Require a model whose other rows have the same results without a rejected row.
+    """Require a model for which leaving out a rejected row does not change other results.
 
     Raises:
         ConfigError: The model ranks the rows of a batch, or its rows depend on each other, and the
@@ -243,7 +243,7 @@ def is_row_error(error: IskanderError) -> bool:
     return not error.retryable and error.code in ROW_CODES
 
 
-def isolate(
+def find_rejected_rows(
     batch: pa.RecordBatch,
     error: IskanderError,
     score: Callable[[pa.RecordBatch], pa.RecordBatch],
@@ -256,7 +256,7 @@ def isolate(
 
     Raises:
         TooManyErrors: The budget is used up.
-        IskanderError: An error of `score` that is none of rows.
+        IskanderError: An error of `score` whose reason is not a row.
     """
     results: list[pa.RecordBatch] = []
     rejected: list[RejectedRow] = []
@@ -285,7 +285,7 @@ def isolate(
 
 
 def quarantine_schema(schema: pa.Schema) -> pa.Schema:
-    """Columns of the quarantine: those of the input, `error_code` and `error_message`.
+    """Return the columns of the quarantine: the input's, `error_code` and `error_message`.
 
     Raises:
         ConfigError: The input has a column of that name.
@@ -303,10 +303,10 @@ def quarantine_schema(schema: pa.Schema) -> pa.Schema:
 class Quarantine:
     """Folder with the rejected rows: one Parquet file for each unit that has some.
 
-    Names come from the unit and the job, so that a unit that is scored again replaces its file.
+    The name of a file contains unit and job, so that a unit that is scored again replaces its file.
 
     Args:
-        uri: Folder.
+        uri: Path or URI of the folder.
         plan: Plan of the job.
         schema: Columns of the input batches.
 
@@ -315,7 +315,7 @@ class Quarantine:
         ConfigError: The input has a column `error_code` or `error_message`.
     """
 
-    def __init__(self, uri: str, plan: Plan, schema: pa.Schema) -> None:
+    def __init__(self, uri: str, plan: JobPlan, schema: pa.Schema) -> None:
         self._storage, self._path = storage_of(uri)
         self._mark = plan.fingerprint[:8]
         columns = quarantine_schema(schema)
@@ -323,11 +323,11 @@ class Quarantine:
         self._layout = Layout(schema=columns, metadata=provenance(plan))
 
     def open(self, unit: Unit) -> QuarantineWriter:
-        """Begin a unit."""
+        """Return a writer for the rejected rows of a unit."""
         return QuarantineWriter(self._storage, self._path, self._name(unit), self._layout)
 
     def rows(self, unit: Unit) -> int:
-        """Count the rows in the file of a finished unit; 0 without one.
+        """Count the rows in the file of a finished unit; 0 if there is no file.
 
         Raises:
             OutputError: The filesystem cannot be read.

@@ -1,6 +1,6 @@
-"""Source as one batch, for a model whose results depend on the other rows of a batch.
+"""Source read as one batch, for a model whose results depend on other rows of the batch.
 
-All rows of all inputs are one table, in the order of the plan.
+The batch has all rows of all inputs, in the order of the plan.
 
 Runs in: the operator's tool, threads of one process.
 """
@@ -15,10 +15,9 @@ import pyarrow as pa
 from iskander.client import ModelDescription
 from iskander.errors import ContractError, LimitExceeded
 from iskander.lake.filters import Filter
-from iskander.lake.plan import Unit, total_rows
-from iskander.lake.plan import unit as make_unit
+from iskander.lake.plan import Unit, make_unit, total_rows
 from iskander.lake.positions import Position
-from iskander.lake.sources import Source
+from iskander.lake.sources import JobSource
 
 READ_ROWS: Final = 8192
 BYTES_MAX: Final = 1 << 30
@@ -29,11 +28,11 @@ class WholeSource:
     """A source whose only unit has all rows, read as one batch.
 
     Args:
-        source: The rows.
-        description: The model, with the limit of the rows.
+        source: The source to read.
+        description: The model, with its limit of rows.
     """
 
-    def __init__(self, source: Source, description: ModelDescription) -> None:
+    def __init__(self, source: JobSource, description: ModelDescription) -> None:
         self._source = source
         self._description = description
         self.schema = source.schema
@@ -42,10 +41,10 @@ class WholeSource:
         self.is_resumable = source.is_resumable
 
     def units(self) -> list[Unit]:
-        """Return one unit, which names those of the source."""
+        """Return one unit, whose locator names the units of the source."""
         units = self._source.units()
         names = {"whole": [each.name for each in units]}
-        size = sum(each.bytes for each in units)
+        size = sum(unit.bytes for unit in units)
         return [make_unit(0, names, rows=total_rows(units), bytes=size)]
 
     def count(self, unit: Unit, filter: Filter | None) -> int:
@@ -56,7 +55,7 @@ class WholeSource:
     def read(
         self, unit: Unit, columns: Sequence[str] | None, filter: Filter | None, batch_rows: int
     ) -> Iterator[pa.RecordBatch]:
-        """Read all rows as one batch, whatever `batch_rows` is; without rows, there is none.
+        """Yield all rows as one batch, whatever `batch_rows` is; no batch if there are no rows.
 
         Raises:
             LimitExceeded: There are more rows than one batch may have.
@@ -82,11 +81,11 @@ class WholeSource:
             raise ContractError(text) from None
 
     def locate(self, unit: Unit, row: int, filter: Filter | None) -> Position | None:
-        """Find a row in the file of the unit that has it."""
+        """Return the place of a row, from the unit of the source that contains it."""
         del unit
         units = self._source.units()
         for each in units:
-            # Rows of a stream cannot be counted, and it is one unit.
+            # A stream is one unit, whose rows cannot be counted.
             rows = self._source.count(each, filter) if len(units) > 1 else row + 1
             if row < rows:
                 return self._source.locate(each, row, filter)
@@ -102,8 +101,8 @@ class WholeSource:
     ) -> Iterator[pa.RecordBatch]:
         """Read the units one after another, at most `rows_max` rows."""
         left = rows_max
-        for each in self._source.units():
-            for batch in self._source.read(each, columns, filter, READ_ROWS):
+        for unit in self._source.units():
+            for batch in self._source.read(unit, columns, filter, READ_ROWS):
                 if left is None:
                     yield batch
                     continue
@@ -113,16 +112,16 @@ class WholeSource:
                     return
 
 
-def whole_if_needed(source: Source, description: ModelDescription) -> Source:
-    """Return a source whose rows are one batch if the model needs that, else the source."""
+def whole_if_needed(source: JobSource, description: ModelDescription) -> JobSource:
+    """Return a `WholeSource` if the model needs all rows in one batch, else the source itself."""
     return WholeSource(source, description) if description.is_whole else source
 
 
-def require_whole(source: Source, description: ModelDescription) -> None:
-    """Require a source whose rows are one batch, if the model needs that.
+def require_whole(source: JobSource, description: ModelDescription) -> None:
+    """Require a `WholeSource` if the model needs all rows in one batch.
 
     Raises:
-        ContractError: Its rows are read in parts.
+        ContractError: The source reads rows in parts.
     """
     if description.is_whole and not isinstance(source, WholeSource):
         raise ContractError(
@@ -135,7 +134,7 @@ def require_whole(source: Source, description: ModelDescription) -> None:
 
 
 def require_rows(description: ModelDescription, rows: int, *, at_least: str = "") -> None:
-    """Require no more rows than the server permits, if the model takes all rows in one request.
+    """Require that rows are within the server's limit, if the model takes all in one request.
 
     `at_least` begins the error text if more rows than `rows` may follow.
 

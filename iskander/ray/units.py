@@ -26,13 +26,13 @@ from iskander.lake.execution import runtime_terms
 from iskander.lake.job import Job
 from iskander.lake.journal import Finished
 from iskander.lake.plan import Unit
-from iskander.lake.planning import Planned
+from iskander.lake.planning import PlannedJob
 from iskander.lake.rows import ErrorBudget, Quarantine
 from iskander.lake.run.report import Counters
-from iskander.lake.run.unit_run import Shared, UnitRun
+from iskander.lake.run.unit_run import UnitContext, UnitRun
 from iskander.lake.sinks import Stager
 from iskander.lake.sinks.writing import Staged
-from iskander.lake.sources import Source
+from iskander.lake.sources import JobSource
 from iskander.ray import cluster
 
 RETRIES: Final = 5
@@ -50,8 +50,8 @@ class _Work:
 
     key: str
     job: Job
-    planned: Planned
-    source: Source
+    planned: PlannedJob
+    source: JobSource
     stager: Stager
     quarantine: Quarantine | None
     budget: ErrorBudget
@@ -79,7 +79,7 @@ class RayUnits:
         self._mutex = threading.Lock()
         self._work: Any = None
 
-    def __call__(self, shared: Shared, unit: Unit) -> RemoteUnit:
+    def __call__(self, shared: UnitContext, unit: Unit) -> RemoteUnit:
         """Open a unit; nothing runs before `run`."""
         with self._mutex:
             if self._work is None:
@@ -102,7 +102,7 @@ class RayUnits:
 class RemoteUnit:
     """A unit in a task of Ray."""
 
-    def __init__(self, work: Any, shared: Shared, unit: Unit) -> None:  # noqa: ANN401
+    def __init__(self, work: Any, shared: UnitContext, unit: Unit) -> None:  # noqa: ANN401
         self._work, self._shared, self._unit = work, shared, unit
         self._is_cancelled = threading.Event()
 
@@ -140,7 +140,7 @@ def _run(work: _Work, unit: Unit) -> _Result | IskanderError:
     """Run a unit in a process of Ray; its errors are values, because Ray changes their types."""
     counters = Counters()
     try:
-        shared = Shared(
+        shared = UnitContext(
             job=work.job,
             planned=work.planned,
             source=work.source,

@@ -18,10 +18,10 @@ from iskander.lake.dry_run import DryRun, dry_run
 from iskander.lake.filters import Filter
 from iskander.lake.job import Job
 from iskander.lake.journal import Finished, Journal
-from iskander.lake.plan import Plan, Unit, unit
-from iskander.lake.planning import Planned, plan_job
+from iskander.lake.plan import JobPlan, Unit, make_unit
+from iskander.lake.planning import PlannedJob, plan_job
 from iskander.lake.positions import Position
-from iskander.lake.run.runner import Parts, Runner, Stop
+from iskander.lake.run.runner import JobSetup, Runner, StopRequest
 from iskander.lake.sinks.writing import Staged
 from iskander.lake.whole import whole_if_needed
 
@@ -52,7 +52,7 @@ class ScriptedSource:
         self.read_batches = 0
         self.error_after: tuple[int, Exception] | None = None
         self._rows = rows
-        self._units = [unit(i, {"n": i}, rows=rows, bytes=8 * rows) for i in range(units)]
+        self._units = [make_unit(i, {"n": i}, rows=rows, bytes=8 * rows) for i in range(units)]
 
     def units(self) -> list[Unit]:
         return self._units
@@ -94,7 +94,7 @@ class ScriptedSink:
         self.calls: list[str] = []
         self.error: Exception | None = None
 
-    def prepare(self, plan: Plan, schema: pa.Schema, *, is_resumed: bool) -> None:
+    def prepare(self, plan: JobPlan, schema: pa.Schema, *, is_resumed: bool) -> None:
         self.calls.append(f"prepare {is_resumed}")
         if self.error is not None:
             raise self.error
@@ -112,10 +112,12 @@ class ScriptedSink:
             return None
         return Staged(unit.index, unit.name, finished.rows_out, finished.bytes)
 
-    def is_complete(self, plan: Plan) -> bool:
+    def is_complete(self, plan: JobPlan) -> bool:
         return self.is_done
 
-    def commit(self, plan: Plan, staged: Any, *, check: Callable[[], None] = lambda: None) -> None:
+    def commit(
+        self, plan: JobPlan, staged: Any, *, check: Callable[[], None] = lambda: None
+    ) -> None:
         self.on_commit()
         check()
         assert [each.index for each in staged] == [each.index for each in plan.units]
@@ -179,19 +181,19 @@ class Bench:
         self.sink = ScriptedSink()
         self.client = ScriptedClient()
         self.state = folder / "state"
-        self.stop = Stop()
+        self.stop = StopRequest()
         self.lost: Callable[[], IskanderError | None] = lambda: None
         self.runner: Runner | None = None
         self.is_kept = True
 
-    def planned(self) -> Planned:
+    def planned(self) -> PlannedJob:
         source = whole_if_needed(self.source, self.client.description)
         return plan_job(self.job, source, self.client.description)
 
     def run(self, **limits: float) -> Any:
         planned = self.planned()
         with Journal(self.state) as journal:
-            parts = Parts(
+            parts = JobSetup(
                 job=self.job,
                 planned=planned,
                 source=whole_if_needed(self.source, self.client.description),

@@ -14,7 +14,7 @@ import pytest
 
 from iskander.lake.job import Job
 from iskander.lake.journal import Finished
-from iskander.lake.plan import Plan, unit
+from iskander.lake.plan import JobPlan, make_unit
 from iskander.lake.sinks import Sink, Staged, open_sink
 from iskander.lake.sinks.storage import Storage
 
@@ -33,10 +33,10 @@ def a_job(output: str | Path, state: Path, **options: Any) -> Job:
     )
 
 
-def a_plan(count: int = 3, text: str = "job") -> Plan:
-    units = tuple(unit(i, {"file": i}, rows=None, bytes=100) for i in range(count))
+def a_plan(count: int = 3, text: str = "job") -> JobPlan:
+    units = tuple(make_unit(i, {"file": i}, rows=None, bytes=100) for i in range(count))
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
-    return Plan(units, fingerprint, "churn", "3", "d" * 64, {"kind": "files"}, SCHEMA)
+    return JobPlan(units, fingerprint, "churn", "3", "d" * 64, {"kind": "files"}, SCHEMA)
 
 
 def rows_of(index: int, count: int = 1000) -> pa.RecordBatch:
@@ -60,7 +60,7 @@ def cut(batch: pa.RecordBatch, rows: int) -> Iterator[pa.RecordBatch]:
 
 def run(
     job: Job,
-    plan: Plan,
+    plan: JobPlan,
     *,
     make: Callable[[Job], Sink] = open_sink,
     finished: dict[int, Finished] | None = None,

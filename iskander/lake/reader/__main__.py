@@ -1,7 +1,7 @@
 """`python -m iskander.lake.reader`: serves the requests of one gateway over a socket.
 
-It ends with the gateway: by the death signal, or at the end of the socket. Errors of a request are
-answers; any other exception, such as a crash of a decoder, ends this process only.
+The process ends with the gateway: by the death signal, or at the end of the socket. An error of a
+request is its answer; a crash, such as one of a decoder, ends this process only.
 
 Runs in: a process of its own. Source: setrlimit(2), where RLIMIT_DATA counts private writable
 memory; prctl(2), PR_SET_PDEATHSIG.
@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Server:
-    """Serves requests until the socket ends."""
+    """Serves the requests of one gateway until the socket ends."""
 
     def __init__(self, connection: socket.socket, memory_bytes: int) -> None:
         self._connection = connection
@@ -62,7 +62,9 @@ class Server:
             except BrokenPipeError:
                 return
             except Exception as error:  # The end of a request.
-                self._send(Kind.ERROR, 0, memoryview(msgspec.msgpack.encode(self._wire(error))))
+                self._send(
+                    Kind.ERROR, 0, memoryview(msgspec.msgpack.encode(self._encode_error(error)))
+                )
 
     def _serve(self, request: Request) -> None:
         if isinstance(request, ReadRequest):
@@ -73,7 +75,7 @@ class Server:
         self._send(Kind.END, 0, EMPTY)
 
     def _client_of(self, request: ReadRequest) -> Client:
-        """Return the client with the caller's token; it is kept for the next request."""
+        """Return a client with the caller's token, which is kept for the next request."""
         caller = (request.address, request.token)
         if self._client is None or caller != self._caller:
             if self._client is not None:
@@ -81,7 +83,7 @@ class Server:
             self._client, self._caller = Client(request.address, token=request.token), caller
         return self._client
 
-    def _wire(self, error: Exception) -> dict[str, object]:
+    def _encode_error(self, error: Exception) -> dict[str, object]:
         if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError):
             limit = f"limit {self._memory_bytes:,} bytes (`source_reads.memory_bytes`)"
             error = LimitExceeded(f"the process that reads the source needs more memory, {limit}")
@@ -91,17 +93,17 @@ class Server:
         return error.to_wire()
 
     def _receive(self) -> Request | None:
-        head = self._exactly(LENGTH.size)
+        head = self._receive_exactly(LENGTH.size)
         if head is None:
             return None
         (length,) = LENGTH.unpack(head)
         if length > REQUEST_BYTES_MAX:
             raise ProtocolError(f"request of {length} bytes, limit {REQUEST_BYTES_MAX}")
-        text = self._exactly(length)
+        text = self._receive_exactly(length)
         return None if text is None else msgspec.msgpack.decode(text, type=Envelope).request
 
-    def _exactly(self, count: int) -> bytearray | None:
-        """Receive so many bytes; None at the end of the socket."""
+    def _receive_exactly(self, count: int) -> bytearray | None:
+        """Receive `count` bytes; None at the end of the socket."""
         data = bytearray(count)
         view = memoryview(data)
         while view:
@@ -112,7 +114,7 @@ class Server:
         return data
 
     def _send(self, kind: Kind, rows: int, metadata: memoryview, body: memoryview = EMPTY) -> None:
-        """Send a frame; waits while the gateway does not read."""
+        """Send a frame; block while the gateway does not read."""
         self._connection.sendall(HEAD.pack(kind, rows, len(metadata), len(body)))
         for part in (metadata, body):
             if part:

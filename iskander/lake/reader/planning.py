@@ -1,4 +1,4 @@
-"""Plan of a read: files and columns of a query as parts for tickets.
+"""Planning of a read: turns the files and columns of a query into parts for tickets.
 
 Runs in: reader processes.
 """
@@ -19,21 +19,21 @@ from iskander.lake.filters import BYTES_MAX, parse_filter
 from iskander.lake.job import STREAM, Job
 from iskander.lake.plan import total_rows
 from iskander.lake.planning import csv_types, plan_job
-from iskander.lake.reader.confined import opened_root
-from iskander.lake.reader.parts import Part, encode_part, joined
+from iskander.lake.reader.confined import filesystem_of
+from iskander.lake.reader.parts import Part, encode_part, join_units
 from iskander.lake.sinks.schemas import plain_schema
 from iskander.lake.sources.files import FileSource
 from iskander.lake.sources.places import Place
-from iskander.lake.sources.reading import needed_columns, projected
+from iskander.lake.sources.reading import needed_columns, select_fields
 from iskander.lake.sources.tables import Advice
 
-_EACH: Final = 1
-"""Bytes of a unit that give one unit for each row group."""
+_GROUP_BYTES: Final = 1
+"""Target bytes of a unit; with this value every row group is a unit of its own."""
 _ADVICE: Final = Advice("`plain_files` of the source", has_tables=False)
 
 
 def plan(request: PlanRequest) -> Planned:
-    """Plan a read; opens all files for their footers.
+    """Plan a read; this opens all files to read their footers.
 
     Raises:
         SourceError: There are no such files or columns, or the files do not fit together.
@@ -43,17 +43,17 @@ def plan(request: PlanRequest) -> Planned:
         LimitExceeded: There are more parts than endpoints, or too many files or columns.
     """
     description = read_description(request.contract)
-    files, path = opened_root(request.source, request.root)
+    files, path = filesystem_of(request.source, request.root)
     if request.path is not None:
         if path != request.source:
             raise Unsupported(f"source `{request.source}` is one file; `path` needs a folder")
         path = f"{path}/{request.path}"
     place = Place(files, path, path, local=files)
-    text = both(request.filters)
+    text = join_conditions(request.filters)
     job = scoring_job(description.name, text)
     source = FileSource(
         [place],
-        unit_bytes=_EACH,
+        unit_bytes=_GROUP_BYTES,
         types=csv_types(job, description),
         plain_files=request.plain_files,
         advice=_ADVICE,
@@ -63,8 +63,8 @@ def plan(request: PlanRequest) -> Planned:
     planned = plan_job(scoring_job(description.name, text, kept), source, description)
     output = answer_schema(planned.output, request.columns)
     needed = needed_columns(planned.read, planned.filter)
-    schema = projected(source.schema, needed).serialize().to_pybytes()
-    units = joined(source.units(), unit_rows=request.unit_rows, parts_max=request.parts_max)
+    schema = select_fields(source.schema, needed).serialize().to_pybytes()
+    units = join_units(source.units(), unit_rows=request.unit_rows, parts_max=request.parts_max)
     parts = [
         encode_part(
             Part(
@@ -91,24 +91,24 @@ def plan(request: PlanRequest) -> Planned:
 
 
 def scoring_job(model: str, filter: str, keep: tuple[str, ...] | None = None) -> Job:
-    """Describe the read as a scoring job, whose input and output are those of the caller."""
+    """Describe a read as a scoring job; the caller provides its input and output."""
     return Job(
         model=model, inputs=(STREAM,), output=STREAM, keep=keep, filter=filter if filter else None
     )
 
 
-def both(filters: Sequence[str]) -> str:
-    """Join conditions; each must be valid by itself, so that none can undo another.
+def join_conditions(filters: Sequence[str]) -> str:
+    """Join filters with `and`; every filter must be valid by itself, so that none undoes another.
 
     Raises:
-        FilterError: One is not valid.
-        LimitExceeded: They are too long together.
+        FilterError: A filter is not valid.
+        LimitExceeded: The filters together are too long.
     """
     for each in filters:
         parse_filter(each)
     if len(filters) < 2:
         return "".join(filters)
-    # Written anew from its tree: a comment would end the whole line.
+    # A text is written anew from its tree, because a comment in it would end the whole line.
     trees = [ast.parse(each.strip(), mode="eval") for each in filters]
     text = " and ".join(f"({ast.unparse(tree)})" for tree in trees)
     if len(text.encode()) > BYTES_MAX:
@@ -119,7 +119,7 @@ def both(filters: Sequence[str]) -> str:
 def kept_columns(
     request: PlanRequest, schema: pa.Schema, results: Sequence[str]
 ) -> tuple[str, ...]:
-    """Columns of the files that the answer has: those asked for, which the source permits.
+    """Return the columns of the files that are in the answer: wanted and permitted columns.
 
     Raises:
         PermissionDenied: The source does not permit a column.
@@ -136,17 +136,17 @@ def kept_columns(
     if request.columns is not None:
         wanted = set(request.columns) - set(results if request.keep is None else ())
         kept = tuple(name for name in kept if name in wanted)
-    return tuple(dict.fromkeys(projected(schema, kept).names))
+    return tuple(dict.fromkeys(select_fields(schema, kept).names))
 
 
 def answer_schema(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
-    """Columns of the answer with plain types.
+    """Return the columns of the answer with plain types.
 
     Raises:
         SourceError: There is no such column.
         Unsupported: A column has dictionaries inside of lists or structs.
     """
-    plain = plain_schema(projected(schema, columns))
+    plain = plain_schema(select_fields(schema, columns))
     for field in plain:
         if not can_share(pa.schema([field])):
             raise Unsupported(

@@ -16,22 +16,22 @@ from iskander.gateway.sources.messages import BATCH_BYTES, Kind, ReadRequest
 from iskander.lake.job import STREAM
 from iskander.lake.plan import Unit
 from iskander.lake.planning import plan_job
-from iskander.lake.reader.confined import opened_root
+from iskander.lake.reader.confined import filesystem_of
 from iskander.lake.reader.parts import decode_part
 from iskander.lake.reader.planning import answer_schema, scoring_job
 from iskander.lake.rows import ErrorBudget
 from iskander.lake.run.report import Counters
-from iskander.lake.run.unit_run import Shared, UnitRun
-from iskander.lake.sinks.schemas import conformed
+from iskander.lake.run.unit_run import UnitContext, UnitRun
+from iskander.lake.sinks.schemas import conform
 from iskander.lake.sinks.writing import Staged
 from iskander.lake.sources.base import FrozenSource
 from iskander.lake.sources.reading import FileReader, decimals
 
 PRIORITY: Final = 9
-"""Below all clients that set none: a scan does not delay them."""
+"""Below the priority of clients that set none, so that a scan does not delay them."""
 CLIENT_CHARACTERS_MAX: Final = 128
 _PREFIX_BYTES: Final = 8
-"""Of an encapsulated message: a mark, and the length of the metadata."""
+"""Bytes before the metadata of an encapsulated message: a marker, and the metadata's length."""
 
 Send = Callable[[Kind, int, memoryview, memoryview], None]
 
@@ -45,12 +45,12 @@ def read(request: ReadRequest, client: Client, send: Send) -> None:
         send: Sends a frame: kind, rows, metadata and body.
 
     Raises:
-        SourceChanged: A file is not the one of the ticket.
+        SourceChanged: A file has changed since the ticket was made.
         IskanderError: The files cannot be read, or the model fails.
     """
     part = decode_part(request.part)
     description = read_description(request.contract)
-    files, _ = opened_root(request.source, request.root)
+    files, _ = filesystem_of(request.source, request.root)
     unit = part.unit
     schema = pa.ipc.read_schema(pa.py_buffer(part.schema))
     source = FrozenSource(
@@ -63,7 +63,7 @@ def read(request: ReadRequest, client: Client, send: Send) -> None:
     job = scoring_job(description.name, part.filter, part.keep)
     planned = plan_job(job, source, description)
     answer = answer_schema(planned.output, part.columns)
-    shared = Shared(
+    shared = UnitContext(
         job=job,
         planned=planned,
         source=source,
@@ -79,12 +79,12 @@ def read(request: ReadRequest, client: Client, send: Send) -> None:
             "read": request.read,
         },
     )
-    send(Kind.SCHEMA, 0, *_split(answer.serialize()))
+    send(Kind.SCHEMA, 0, *_split_message(answer.serialize()))
     UnitRun(shared, unit).run()
 
 
 class _Sender:
-    """Stager that sends the results of a unit; see `Stager`."""
+    """Implements `Stager`; sends the results of a unit to the gateway."""
 
     def __init__(self, answer: pa.Schema, send: Send) -> None:
         self._answer = answer
@@ -93,21 +93,21 @@ class _Sender:
     def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
         rows = size = 0
         for batch in batches:
-            answer = conformed(batch.select(self._answer.names), self._answer)
-            for part in _cut(answer):
-                self._send(Kind.BATCH, part.num_rows, *_split(part.serialize()))
+            answer = conform(batch.select(self._answer.names), self._answer)
+            for part in _cut_to_messages(answer):
+                self._send(Kind.BATCH, part.num_rows, *_split_message(part.serialize()))
             rows, size = rows + batch.num_rows, size + answer.nbytes
         return Staged(unit.index, STREAM, rows, size)
 
 
-def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+def _cut_to_messages(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Cut a batch into messages of about `BATCH_BYTES`."""
     rows = max(batch.num_rows * BATCH_BYTES // max(batch.nbytes, 1), 1)
     for start in range(0, batch.num_rows, rows):
         yield batch.slice(start, rows)
 
 
-def _split(message: pa.Buffer) -> tuple[memoryview, memoryview]:
+def _split_message(message: pa.Buffer) -> tuple[memoryview, memoryview]:
     """Split an encapsulated IPC message into metadata and body."""
     view = memoryview(message)
     end = _PREFIX_BYTES + int.from_bytes(view[4:_PREFIX_BYTES], "little")

@@ -13,9 +13,10 @@ from iskander.errors import Cancelled
 
 
 class Flow:
-    """Batches between the reader and their results: bounded in number and bytes.
+    """Queue whose items count against its limits until `release`, even after `take`.
 
-    `put` waits while the batches without a result are at a limit; one batch alone is always taken.
+    `put` waits while the items that are not released are at a limit; it always accepts an item if
+    there is no other one.
     """
 
     def __init__(self, bytes_max: int, batches_max: int) -> None:
@@ -28,7 +29,7 @@ class Flow:
         self._error: BaseException | None = None
 
     def put(self, item: Any, size: int) -> None:  # noqa: ANN401
-        """Add an item; wait for space.
+        """Add an item of `size` bytes; wait for space.
 
         Raises:
             Cancelled: `cancel` was called.
@@ -47,10 +48,10 @@ class Flow:
             self._changed.notify_all()
 
     def take(self) -> Any | None:  # noqa: ANN401
-        """Return the next item; None after the last.
+        """Wait for the next item and return it; None after the last one.
 
         Raises:
-            BaseException: The error of `end` or `cancel`.
+            BaseException: The error that was passed to `end`, or `Cancelled` after `cancel`.
         """
         with self._changed:
             while not self._items and not self._is_ended and self._error is None:
@@ -60,19 +61,19 @@ class Flow:
             return self._items.popleft() if self._items else None
 
     def release(self, size: int) -> None:
-        """Give back the space of an item."""
+        """Release the space of an item that was taken."""
         with self._changed:
             self._bytes -= size
             self._count -= 1
             self._changed.notify_all()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End after the items in it, or with an error at once."""
+        """End the queue: after the items in it, or at once with an error."""
         with self._changed:
             self._is_ended = True
             self._error = self._error or error
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """End all waits with `Cancelled`."""
+        """End all waits of `put` and `take` with `Cancelled`."""
         self.end(Cancelled("the unit was dropped"))

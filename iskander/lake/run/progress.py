@@ -23,7 +23,7 @@ class Progress(Protocol):
     """Receiver of a job's progress."""
 
     def start(self, rows: int | None, units: int, *, rows_done: int, units_done: int) -> None:
-        """Begin; `rows` is None if the input does not tell."""
+        """Begin a job with `rows` rows, or None if their number is unknown."""
 
     def advance(self, rows: int) -> None:
         """Count scored rows."""
@@ -86,7 +86,7 @@ class LineProgress:
             self._is_open = True
 
     def advance(self, rows: int) -> None:
-        """Count rows, and write a line if it is time."""
+        """Count scored rows; write a line if `LINE_S` seconds have passed."""
         with self._lock:
             self._rows += rows
             now_ns = self._now_ns()
@@ -132,7 +132,7 @@ class LineProgress:
 
 
 class BarProgress:
-    """A bar of `rich`.
+    """A progress bar of the library `rich`.
 
     Args:
         stderr: Terminal.
@@ -189,7 +189,7 @@ class BarProgress:
 
 
 def open_progress(kind: str) -> Progress:
-    """Return the progress of a command.
+    """Return the progress output of a kind.
 
     Args:
         kind: One of `KINDS`; `auto` is a bar on a terminal if `rich` is installed, else lines.

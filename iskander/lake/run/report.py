@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 LATENCIES_MAX: Final = 8192
-"""Latencies that are kept; above it, every second one is dropped."""
+"""Limit of the kept latencies; when it is reached, every second one is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class Report:
         rejected: Rows that the model or the server rejected.
         bytes_out: Bytes of the output, before units are joined.
         seconds: Duration of this run.
-        read_s: Time of the threads that read.
-        score_s: Time in which results were awaited from the server.
-        write_s: Time of the threads that wrote.
+        read_s: Total time of the threads that read.
+        score_s: Total time of waits for results of the server.
+        write_s: Total time of the threads that wrote.
         batch_p50_ms: Median time from sending a batch to its result; None without batches.
-        batch_p95_ms: 95th percentile of the same.
+        batch_p95_ms: 95th percentile of this time.
     """
 
     model: str
@@ -82,7 +82,7 @@ class Report:
 
 
 class Latencies:
-    """Sample of durations, evenly spread over a job, of a bounded size."""
+    """Bounded sample of a job's durations, spread evenly over the job."""
 
     def __init__(self, count_max: int = LATENCIES_MAX) -> None:
         self._count_max = count_max
@@ -91,7 +91,7 @@ class Latencies:
         self._skipped = 0
 
     def add(self, value: float) -> None:
-        """Add a duration, or skip it."""
+        """Add a duration to the sample, or skip it."""
         self._skipped += 1
         if self._skipped < self._step:
             return
@@ -102,7 +102,10 @@ class Latencies:
             self._step *= 2
 
     def percentile(self, percent: float) -> float | None:
-        """Return the value that `percent` of the durations do not exceed; None without any."""
+        """Return the value that `percent` of the durations do not exceed.
+
+        None without durations.
+        """
         if not self._values:
             return None
         ordered = sorted(self._values)
@@ -111,7 +114,7 @@ class Latencies:
 
 
 class Counters:
-    """Sums of a running job."""
+    """Sums and latencies of a running job; threads share them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -120,7 +123,7 @@ class Counters:
         self.read_s = self.score_s = self.write_s = 0.0
 
     def add(self, **values: float) -> None:
-        """Add to sums by name."""
+        """Add values to the sums with these names."""
         with self._lock:
             for name, value in values.items():
                 setattr(self, name, getattr(self, name) + value)

@@ -1,4 +1,4 @@
-"""Runs a scoring job: units on several threads, a journal, one commit.
+"""Runs a scoring job: scores units on several threads, keeps a journal, commits once.
 
 The model version is pinned in the plan, and checked after each unit.
 
@@ -29,21 +29,27 @@ from iskander.lake.execution import require_runtimes, runtime_terms
 from iskander.lake.job import Job
 from iskander.lake.journal import Finished, Journal
 from iskander.lake.plan import Unit
-from iskander.lake.planning import Planned, ScoringClient, describe, identity
+from iskander.lake.planning import PlannedJob, ScoringClient, describe, identity
 from iskander.lake.rows import ErrorBudget, Quarantine
 from iskander.lake.run.progress import NoProgress, Progress
 from iskander.lake.run.report import Counters, Report
-from iskander.lake.run.unit_run import IN_FLIGHT_BYTES, RESULT_BYTES, THREADS_END_S, Shared, UnitRun
+from iskander.lake.run.unit_run import (
+    IN_FLIGHT_BYTES,
+    RESULT_BYTES,
+    THREADS_END_S,
+    UnitContext,
+    UnitRun,
+)
 from iskander.lake.sinks import Sink
 from iskander.lake.sinks.schemas import GROUP_BYTES
 from iskander.lake.sinks.sorting import MEMORY_BYTES
 from iskander.lake.sinks.writing import BUFFERED_BLOCKS, Staged
-from iskander.lake.sources import Source
+from iskander.lake.sources import JobSource
 
 BATCH_BYTES: Final = 16 << 20
-"""Assumed bytes of one batch in `memory_bytes`."""
+"""Bytes of one batch that `memory_bytes` assumes."""
 GRACE_S: Final = 5.0
-"""Time for units in flight to end after a stop."""
+"""Time within which running units can end after a stop request."""
 STALL_S: Final = 900.0
 """Time without any progress after which the job fails."""
 _POLL_S: Final = 0.1
@@ -57,42 +63,42 @@ class Interrupted(Exception):
 
 
 def memory_bytes(job: Job, batch_bytes: int = BATCH_BYTES) -> int:
-    """Upper bound of the bytes in the queues of a job, in the blocks of its files and in its sort.
+    """Return an upper bound of the bytes in a job's queues, blocks of files, and sort.
 
-    Not in it: the process itself, and what pyarrow decodes ahead of a Parquet row group.
+    The process itself is not included, nor what pyarrow decodes ahead of a Parquet row group.
 
     Args:
         job: The job.
         batch_bytes: Bytes of the largest batch of `Job.batch_rows` rows, with its sent copy.
     """
-    # A queue exceeds its limit by the batch that is put in last; one more is in each thread.
+    # A queue can exceed its limit by its last batch, and every thread holds one more batch.
     queues = IN_FLIGHT_BYTES + RESULT_BYTES + 5 * batch_bytes
-    # A block, its joined copy and its encoded form.
+    # A block exists three times: as it is, as a joined copy and encoded.
     blocks = 3 + (BUFFERED_BLOCKS if job.partition_by else 0)
     units = job.concurrency * (queues + blocks * GROUP_BYTES)
     # The sort begins after the last unit.
     return max(units, MEMORY_BYTES + blocks * GROUP_BYTES) if job.sort_by else units
 
 
-class Stop:
+class StopRequest:
     """Request to stop a job, from a signal handler or another thread."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._add_to_counters = 0
 
     def request(self) -> None:
-        """Stop; at the second call, without time for units in flight."""
-        self._count += 1
+        """Request a stop; a second call gives running units no time to end."""
+        self._add_to_counters += 1
 
     @property
     def is_requested(self) -> bool:
-        """Whether to begin no other unit."""
-        return self._count > 0
+        """Whether no other unit may begin."""
+        return self._add_to_counters > 0
 
     @property
     def is_urgent(self) -> bool:
-        """Whether to drop units in flight."""
-        return self._count > 1
+        """Whether running units are dropped."""
+        return self._add_to_counters > 1
 
 
 class RunningUnit(Protocol):
@@ -102,50 +108,52 @@ class RunningUnit(Protocol):
         """Score the unit and stage its results; called once, from a thread of the job."""
 
     def cancel(self) -> None:
-        """End `run` with an error soon; called from another thread."""
+        """Make `run` end with an error soon; called from another thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What a job runs with.
+class JobSetup:
+    """Everything that a `Runner` needs for a job.
 
     Attributes:
         job: The job.
         planned: Result of `plan_job`.
-        source: Its input.
-        sink: Its output.
+        source: Input of the job.
+        sink: Output of the job.
         client: Client of the server.
         journal: State folder; None for a job that cannot be resumed.
         progress: Receives counts of rows.
         stop: Request to stop.
-        lost: Returns an error if the server has ended for good.
+        lost: Returns an error if the server has ended and will not be started again; else None.
         open_unit: Opens the run of a unit, here or in another process.
     """
 
     job: Job
-    planned: Planned
-    source: Source
+    planned: PlannedJob
+    source: JobSource
     sink: Sink
     client: ScoringClient
     journal: Journal | None = None
     progress: Progress = field(default_factory=NoProgress)
-    stop: Stop = field(default_factory=Stop)
+    stop: StopRequest = field(default_factory=StopRequest)
     lost: Callable[[], IskanderError | None] = lambda: None
-    open_unit: Callable[[Shared, Unit], RunningUnit] = UnitRun
+    open_unit: Callable[[UnitContext, Unit], RunningUnit] = UnitRun
 
 
 class Runner:
     """One run of a job.
 
     Args:
-        parts: The job with its input and output.
+        setup: The job with its input and output.
         grace_s: Time for units in flight to end after a stop.
         stall_s: Time without progress after which the job fails.
     """
 
-    def __init__(self, parts: Parts, *, grace_s: float = GRACE_S, stall_s: float = STALL_S) -> None:
-        self._parts = parts
-        self._plan = parts.planned.plan
+    def __init__(
+        self, setup: JobSetup, *, grace_s: float = GRACE_S, stall_s: float = STALL_S
+    ) -> None:
+        self._setup = setup
+        self._plan = setup.planned.plan
         self._grace_s, self._stall_s = grace_s, stall_s
         self._counters = Counters()
         self._staged: dict[int, Staged] = {}
@@ -165,7 +173,7 @@ class Runner:
             ModelMoved: The model was replaced or unloaded.
             IskanderError: Any other failure; finished units are in the journal.
         """
-        sink, journal, plan = self._parts.sink, self._parts.journal, self._plan
+        sink, journal, plan = self._setup.sink, self._setup.journal, self._plan
         if self._is_done():
             sink.finish()
             self._resumed = len(plan.units)
@@ -189,13 +197,13 @@ class Runner:
         return self.report("done")
 
     def report(self, state: str) -> Report:
-        """Make the report of the job so far."""
+        """Return the report of the job so far."""
         counters, plan = self._counters, self._plan
         return Report(
             model=plan.model,
             version=plan.version,
             digest=plan.digest,
-            output=self._parts.job.output,
+            output=self._setup.job.output,
             state=state,
             units=len(plan.units),
             units_resumed=self._resumed,
@@ -213,32 +221,32 @@ class Runner:
         )
 
     def _is_done(self) -> bool:
-        """Whether the output is complete, of a run that removed its state already."""
-        job, journal = self._parts.job, self._parts.journal
+        """Whether an earlier run has completed the output and removed its state."""
+        job, journal = self._setup.job, self._setup.journal
         is_asked = job.resume or job.unattended
         if journal is None or not is_asked or journal.plan() is not None:
             return False
-        return self._parts.sink.is_complete(self._plan)
+        return self._setup.sink.is_complete(self._plan)
 
     def _begin(self) -> bool:
         """Begin the journal; return whether an earlier run is resumed."""
-        job, journal = self._parts.job, self._parts.journal
+        job, journal = self._setup.job, self._setup.journal
         if journal is None:
             return False
-        if job.restart and self._parts.sink.is_commit_begun:
+        if job.restart and self._setup.sink.is_commit_begun:
             raise JobConflict(
                 f"{journal.folder}: the earlier run has committed a part of its output; complete "
                 "it with the options of that run and --resume, or delete this folder and the output"
             )
         return journal.begin(self._plan, is_restart=job.restart, must_resume=job.resume)
 
-    def _prepare(self, *, is_resumed: bool) -> Shared:
+    def _prepare(self, *, is_resumed: bool) -> UnitContext:
         """Prepare the output, and find the staged units of an earlier run."""
-        parts, plan, journal = self._parts, self._plan, self._parts.journal
-        job, sink = parts.job, parts.sink
+        setup, plan, journal = self._setup, self._plan, self._setup.journal
+        job, sink = setup.job, setup.sink
         try:
             quarantine = self._quarantine()
-            sink.prepare(plan, parts.planned.output, is_resumed=is_resumed)
+            sink.prepare(plan, setup.planned.output, is_resumed=is_resumed)
         except Exception:
             if journal is not None and not is_resumed:
                 journal.clear()
@@ -257,28 +265,28 @@ class Runner:
                 journal.forget(index)
                 continue
             self._staged[index] = staged
-            self._count(finished)
+            self._add_to_counters(finished)
         self._resumed = len(self._staged)
         self._todo.extend(unit for unit in plan.units if unit.index not in self._staged)
-        return Shared(
+        return UnitContext(
             job=job,
-            planned=parts.planned,
-            source=parts.source,
+            planned=setup.planned,
+            source=setup.source,
             stager=sink.stager(),
-            client=parts.client,
+            client=setup.client,
             counters=self._counters,
             budget=ErrorBudget(count=self._counters.rejected),
             quarantine=quarantine,
             on_rows=self._advance,
-            terms=runtime_terms(parts.planned.description),
+            terms=runtime_terms(setup.planned.description),
         )
 
     def _quarantine(self) -> Quarantine | None:
-        """Folder of the rejected rows; None if the job has none."""
-        uri = self._parts.job.quarantine
-        return None if uri is None else Quarantine(uri, self._plan, self._parts.planned.read)
+        """Return the quarantine of the job; None if the job has no quarantine."""
+        uri = self._setup.job.quarantine
+        return None if uri is None else Quarantine(uri, self._plan, self._setup.planned.read)
 
-    def _count(self, finished: Finished) -> None:
+    def _add_to_counters(self, finished: Finished) -> None:
         self._counters.add(
             rows_in=finished.rows_in,
             rows_out=finished.rows_out,
@@ -289,11 +297,11 @@ class Runner:
 
     def _advance(self, rows: int) -> None:
         self._progress_ns = clock.now_ns()
-        self._parts.progress.advance(rows)
+        self._setup.progress.advance(rows)
 
-    def _score(self, shared: Shared) -> None:
-        """Run the units that are not staged, with progress."""
-        job, plan, progress = self._parts.job, self._plan, self._parts.progress
+    def _score(self, shared: UnitContext) -> None:
+        """Score the units that are not staged, and report the progress."""
+        job, plan, progress = self._setup.job, self._plan, self._setup.progress
         progress.start(
             plan.rows if job.filter is None else None,
             len(plan.units),
@@ -301,27 +309,29 @@ class Runner:
             units_done=len(self._staged),
         )
         threads = [
-            threading.Thread(target=self._work, args=(shared,), name=f"unit-{index}", daemon=True)
+            threading.Thread(
+                target=self._run_units, args=(shared,), name=f"unit-{index}", daemon=True
+            )
             for index in range(min(job.concurrency, len(self._todo)))
         ]
         self._progress_ns = clock.now_ns()
-        for each in threads:
-            each.start()
+        for thread in threads:
+            thread.start()
         try:
-            self._wait(threads)
+            self._wait_for_threads(threads)
         finally:
             progress.close()
         if self._error is not None:
             raise self._error
         if len(self._staged) < len(plan.units):
-            assert self._parts.stop.is_requested, "a unit is missing without an error"
+            assert self._setup.stop.is_requested, "a unit is missing without an error"
             raise Interrupted
 
-    def _wait(self, threads: list[threading.Thread]) -> None:
+    def _wait_for_threads(self, threads: list[threading.Thread]) -> None:
         """Wait for the threads, a stop or a failure."""
-        stop = self._parts.stop
+        stop = self._setup.stop
         stopped_ns: int | None = None
-        while any(each.is_alive() for each in threads):
+        while any(thread.is_alive() for thread in threads):
             # A wait without a timeout would block the handlers of signals.
             with self._changed:
                 self._changed.wait(_POLL_S)
@@ -335,69 +345,70 @@ class Runner:
             )
             if now_ns - self._progress_ns > self._stall_s * clock.NS_PER_S:
                 self._fail(DeadlineExceeded(f"no progress for {self._stall_s:g} s"))
-            if (lost := self._parts.lost()) is not None:
+            if (lost := self._setup.lost()) is not None:
                 self._fail(lost)
             if is_late or self._error is not None:
                 self._cancel(threads)
                 return
 
     def _cancel(self, threads: list[threading.Thread]) -> None:
-        """Drop the units in flight; a thread that does not end is left to the process's end."""
+        """Drop the running units; a thread that does not end in time ends with the process."""
         with self._changed:
             self._todo.clear()
             for running in self._running.values():
                 running.cancel()
-        if self._parts.journal is None:
-            # Units of a stream wait for each other.
-            self._parts.sink.abort()
+        if self._setup.journal is None:
+            # Units that are written to a stream wait for the unit before them.
+            self._setup.sink.abort()
         deadline_ns = clock.now_ns() + int(THREADS_END_S * clock.NS_PER_S)
-        for each in threads:
-            each.join(max((deadline_ns - clock.now_ns()) / clock.NS_PER_S, 0))
+        for thread in threads:
+            thread.join(max((deadline_ns - clock.now_ns()) / clock.NS_PER_S, 0))
 
-    def _work(self, shared: Shared) -> None:
-        """Run units one after another."""
+    def _run_units(self, shared: UnitContext) -> None:
+        """Run units one after another; the function of the job's threads."""
         while True:
             with self._changed:
                 if not self._todo or self._is_ended():
                     self._changed.notify_all()
                     return
                 unit = self._todo.popleft()
-                each = self._running[unit.index] = self._parts.open_unit(shared, unit)
+                running = self._running[unit.index] = self._setup.open_unit(shared, unit)
             try:
-                staged, finished = each.run()
+                staged, finished = running.run()
                 self._require_model(unit)
-                if self._parts.journal is not None:
-                    self._parts.journal.append(finished)
-            except Exception as error:  # The end of a thread: raised again by the caller's.
-                self._fail(self._named(error, unit))
+                if self._setup.journal is not None:
+                    self._setup.journal.append(finished)
+            except Exception as error:  # The end of a thread: the caller's thread raises it again.
+                self._fail(self._reason_of(error, unit))
                 return
             with self._changed:
                 del self._running[unit.index]
                 self._staged[unit.index] = staged
-                self._count(finished)
+                self._add_to_counters(finished)
                 # A filter may leave a unit without rows.
                 self._progress_ns = clock.now_ns()
-            self._parts.progress.finish_unit()
+            self._setup.progress.finish_unit()
 
     def _fail(self, error: Exception) -> None:
-        """Record the first error; what a stop caused is none."""
+        """Record the first error of the job, unless a stop request caused it."""
         with self._changed:
             if self._error is None and not (
-                isinstance(error, Cancelled) and self._parts.stop.is_requested
+                isinstance(error, Cancelled) and self._setup.stop.is_requested
             ):
                 self._error = error
             self._changed.notify_all()
 
     def _require_model(self, unit: Unit) -> None:
-        """Check after a unit that the model is the planned one, before the unit counts.
+        """Require that the model is still the planned one, before a scored unit counts.
 
         Raises:
-            ModelMoved: It is not.
-            RuntimeDiffers: The server runs it with another library, provider or number of threads.
+            ModelMoved: The model was replaced.
+            RuntimeDiffers: The server runs the model with another library, provider or number of
+                threads.
         """
         plan = self._plan
-        found = describe(self._parts.client, plan.model, plan.version, is_ended=self._is_ended)
-        planned = self._parts.planned.description
+        found = describe(self._setup.client, plan.model, plan.version, is_ended=self._is_ended)
+        planned = self._setup.planned.description
         require_runtimes(planned, found, f"at {unit.name}, the server")
         if identity(found) != identity(planned) or found.is_whole != planned.is_whole:
             raise ModelMoved(
@@ -406,15 +417,15 @@ class Runner:
             )
 
     def _is_ended(self) -> bool:
-        return self._parts.stop.is_requested or self._error is not None
+        return self._setup.stop.is_requested or self._error is not None
 
     def _check_stop(self) -> None:
         """Raise `Interrupted` after a stop; a commit calls it until it changes the output."""
-        if self._parts.stop.is_requested:
+        if self._setup.stop.is_requested:
             raise Interrupted
 
-    def _named(self, error: Exception, unit: Unit) -> Exception:
-        """Return the error that ends the job: `ModelMoved` if that is the reason of others."""
+    def _reason_of(self, error: Exception, unit: Unit) -> Exception:
+        """Return the error that ends the job: `ModelMoved` if that is the reason of `error`."""
         plan = self._plan
         if isinstance(error, ModelNotFound | ModelMoved):
             return ModelMoved(

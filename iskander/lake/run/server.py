@@ -31,21 +31,21 @@ from iskander.errors import ConfigError, IskanderError, NotReady, utf8_problem
 from iskander.foundation import clock
 
 READY_S: Final = 180.0
-"""Time from the start of the gateway to a ready model."""
+"""Limit of the time from the start of the gateway until its model is ready."""
 CALL_S: Final = 5.0
 STOP_S: Final = 15.0
 DRAIN_S: Final = 5.0
 REATTACH_S: Final = 5.0
 """Time for which workers keep their memory after a killed gateway, for the next one."""
 STARTS_MAX: Final = 4
-"""Starts of the gateway in one job, the first included."""
+"""Limit of the starts of the gateway in one job, including the first."""
 SOCKET_PATH_BYTES_MAX: Final = 100
-"""Below the limit of 107 bytes of a unix socket's path."""
+"""Limit of a socket's path, below the system's limit of 107 bytes."""
 FOLDER: Final = "isk-score-"
-"""Start of the names of servers' folders, in the folder for temporary files."""
+"""Prefix of the names of servers' folders, in the folder for temporary files."""
 LOCK: Final = "lock"
 STALE_MAX: Final = 100
-"""Folders that are looked at when a server starts."""
+"""Limit of the leftover folders that the start of a server examines."""
 DEATHS_MAX: Final = 1000
 _LOG_BYTES: Final = 4000
 _POLL_S: Final = 0.1
@@ -63,7 +63,10 @@ _WRAPPER: Final = (
 
 
 def model_name(path: str) -> str:
-    """Name of the model of a path: the file's, or the folder's of `model.onnx` or a version."""
+    """Return the name of the model at a path: the name of its file, or of a folder.
+
+    For `model.onnx`, and for a folder that is a version, it is the name of the folder above.
+    """
     parts = [part for part in Path(path).absolute().parts if part not in ("/", "")]
     last = Path(parts[-1]).stem if Path(path).is_file() else parts[-1]
     if len(parts) > 1 and (last == "model" or last.isdecimal()):
@@ -76,17 +79,18 @@ def model_name(path: str) -> str:
 
 
 def model_path(path: str) -> Path:
-    """Path to serve for a given one: of a model's folder with versions, the newest one.
+    """Return the path to serve: for a folder of versions, the newest version in it.
 
-    The newest is the greatest number. A folder that has a model itself is that model.
+    The newest version has the greatest number. A folder that contains a model file is itself the
+    model.
     """
     given = Path(path)
     if not given.is_dir() or _has_model(given):
         return given
     try:
-        versions = [each for each in given.iterdir() if _VERSION.fullmatch(each.name)]
+        versions = [folder for folder in given.iterdir() if _VERSION.fullmatch(folder.name)]
     except OSError:
-        return given  # The server says why it cannot be read.
+        return given  # The server reports why the folder cannot be read.
     served = [each for each in versions if _has_model(each)]
     return max(served, key=lambda each: int(each.name), default=given)
 
@@ -96,17 +100,17 @@ def _has_model(folder: Path) -> bool:
 
 
 class PrivateServer:
-    """A gateway of this process.
+    """A gateway that belongs to this process.
 
     Args:
         settings: Values of `--set`, by `SECTION.KEY`.
         config: Configuration file.
         folder: Folder of sockets and the log.
-        listen: `HOST:PORT` to listen on beside the unix socket; empty: none.
-        token: Token for the wait until it is ready, if the configuration has tokens.
+        listen: `HOST:PORT` to listen on beside the unix socket; empty for no such address.
+        token: Token for health checks, if the configuration has tokens.
 
     Attributes:
-        address: Its address for a client.
+        address: Address of the gateway for a client.
         starts: Number of starts of the gateway.
     """
 
@@ -152,7 +156,7 @@ class PrivateServer:
         """Start the gateway and wait for the models.
 
         Raises:
-            NotReady: It ended, or it was not ready before the deadline.
+            NotReady: The gateway ended, or was not ready before the deadline.
         """
         self._thread.start()
         deadline_ns = clock.now_ns() + int(READY_S * clock.NS_PER_S)
@@ -178,19 +182,19 @@ class PrivateServer:
             return False
 
     def stop(self) -> None:
-        """End the gateway with SIGTERM, and with SIGKILL after a deadline."""
+        """End the gateway with SIGTERM, or with SIGKILL if that takes too long."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(2 * STOP_S)
 
     def lost(self) -> NotReady | None:
-        """Return an error if the gateway has ended and is not started again."""
+        """Return an error if the gateway has ended and will not be started again; else None."""
         if not self._ended.is_set() or self._stopped.is_set():
             return None
         return NotReady(f"the private server ended, start {self.starts}: {self.log_tail()}")
 
     def log_tail(self) -> str:
-        """Last lines of the gateway's log, or why it cannot be started."""
+        """Return the last lines of the gateway's log, or why the gateway cannot be started."""
         if self._failure:
             return self._failure
         try:
@@ -203,7 +207,7 @@ class PrivateServer:
         return Client(self.address, timeout_s=CALL_S, token=self._token, shared_bytes=0, retry=OFF)
 
     def _run(self) -> None:
-        """Start the gateway, and again after its death; end it when stopped."""
+        """Start the gateway, start it again after a crash, and end it after `stop`."""
         try:
             while not self._stopped.is_set() and self.starts < STARTS_MAX:
                 self.starts += 1
@@ -211,17 +215,17 @@ class PrivateServer:
                 while process.poll() is None and not self._stopped.wait(_POLL_S):
                     pass
                 if self._stopped.is_set():
-                    _end(process)
+                    _end_process(process)
                 elif process.returncode >= 0:
-                    break  # It ended by itself: the next start would end in the same way.
+                    break  # The gateway exited by itself, so the next one would exit too.
         except OSError as error:
             self._failure = f"it cannot be started: {error}"
         finally:
             self._ended.set()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        # A service manager's notifications are of the command, and a terminal's SIGINT is for the
-        # command only.
+        # Only the command may notify a service manager, and only the command receives SIGINT from a
+        # terminal.
         environment = {k: v for k, v in os.environ.items() if k != "NOTIFY_SOCKET"}
         command = [sys.executable, "-P", "-c", _WRAPPER, str(os.getpid()), *self._arguments]
         with self._log.open("ab") as log:
@@ -235,7 +239,7 @@ class PrivateServer:
             )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_process(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)
@@ -250,7 +254,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def private_server(
     model: str | None = None, *, config: str | None = None
 ) -> Iterator[PrivateServer]:
-    """Serve one model file or folder, or the models of a configuration, inside the block.
+    """Serve one model file or folder, or the models of a configuration, during the block.
 
     Args:
         model: Path of a model; needed without a configuration.
@@ -260,7 +264,7 @@ def private_server(
         ConfigError: The file does not exist.
         NotReady: The server does not start.
     """
-    # There are no other callers, and the job limits its calls that end workers.
+    # No other caller uses the server, and the job itself limits its calls that end workers.
     settings = {"workers.model_deaths": DEATHS_MAX}
     with prepared_server(model, config=config, settings=settings) as server:
         server.start()
@@ -278,14 +282,14 @@ def prepared_server(
     settings: Mapping[str, Any] = MappingProxyType({}),
     model_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[PrivateServer]:
-    """Prepare a server like `private_server`, for the caller to start; stop it at the end.
+    """Prepare a server like `private_server`, which the caller starts; stop it after the block.
 
     Args:
         model: Path of a model; needed without a configuration.
         config: Configuration, whose addresses are replaced.
-        listen: `HOST:PORT` to listen on beside the unix socket; empty: none.
-        token: Token for the wait until it is ready, if the configuration has tokens.
-        is_unprotected: Whether it may listen on the network without TLS or tokens.
+        listen: `HOST:PORT` to listen on beside the unix socket; empty for no such address.
+        token: Token for health checks, if the configuration has tokens.
+        is_unprotected: Whether the server may listen on the network without TLS or tokens.
         settings: More values of `--set`, by `SECTION.KEY`.
         model_settings: More keys of `[[models]]`, for a model without a configuration.
 
@@ -302,14 +306,14 @@ def prepared_server(
     path = (model_path(given) if config is None else Path(given)).absolute()
     if problem := utf8_problem(str(path)):
         raise ConfigError(f"model: {problem}: rename a folder of it")
-    with _folder() as folder:
+    with _locked_folder() as folder:
         overrides = dict(settings)
         if config is None:
             table = {"name": model_name(given), "path": str(path), **model_settings}
             path = folder / "iskander.toml"
             lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
             path.write_text("\n".join(["[[models]]", *lines]) + "\n")
-            # The model is the caller's own, and a sandboxed load starts a process more.
+            # The caller trusts its own model, and a sandboxed load would start another process.
             overrides["loading.sandbox"] = False
         if is_unprotected:
             overrides["access.allow_unprotected_network"] = ["server.address"]
@@ -321,8 +325,8 @@ def prepared_server(
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """Create a folder for sockets, and delete it at the end; delete those of dead commands."""
+def _locked_folder() -> Iterator[Path]:
+    """Create a folder for sockets during the block; delete folders of dead commands."""
     parent = temporary_folder()
     _delete_unlocked(parent)
     folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=parent))
@@ -342,9 +346,9 @@ def temporary_folder() -> Path:
 
 
 def _delete_unlocked(parent: Path) -> None:
-    """Delete folders of commands that were killed: their lock is free."""
+    """Delete the folders of commands that were killed; nobody holds the lock in such a folder."""
     for folder in itertools.islice(parent.glob(f"{FOLDER}*"), STALE_MAX):
-        # No lock yet: the other command is about to create it.
+        # A folder without a lock is skipped: another command is about to create the lock.
         with contextlib.suppress(OSError), (folder / LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

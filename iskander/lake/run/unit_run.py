@@ -19,34 +19,38 @@ import pyarrow as pa
 
 from iskander.errors import ContractError, IskanderError
 from iskander.foundation import clock
-from iskander.lake.failures import located
+from iskander.lake.failures import with_place
 from iskander.lake.job import Job
 from iskander.lake.journal import Finished
 from iskander.lake.plan import Unit
-from iskander.lake.planning import Planned, ScoringClient, cut
+from iskander.lake.planning import PlannedJob, ScoringClient, cut_for_calls
 from iskander.lake.rows import ErrorBudget, Outcome, Quarantine, QuarantineWriter, RowPolicy
 from iskander.lake.run.flow import Flow
 from iskander.lake.run.report import Counters
 from iskander.lake.sinks import Stager
 from iskander.lake.sinks.writing import Staged
-from iskander.lake.sources import Source
+from iskander.lake.sources import JobSource
 
 IN_FLIGHT_BYTES: Final = 32 << 20
-"""Bytes of a unit's batches that were read and have no result, each with its sent copy."""
+"""Limit of the bytes of a unit's batches without a result, including their sent copies."""
 IN_FLIGHT_BATCHES: Final = 64
 RESULT_BYTES: Final = 16 << 20
-"""Bytes of a unit's results that wait to be written."""
+"""Limit of the bytes of a unit's results that wait to be written."""
 RESULT_BATCHES: Final = 64
 THREADS_END_S: Final = 5.0
 TTL_MS: Final = 3_600_000
-"""Time in the queue: the server's default is for interactive calls."""
+"""Limit of a request's time in the server's queue, whose default is for interactive calls."""
 
 
 class _Read(NamedTuple):
-    """A batch that was read, its parts that are sent, and the bytes of both.
+    """A batch that was read.
 
-    `first` is the number of its first row in the unit, and `error` that of a batch that cannot be
-    sent.
+    Attributes:
+        batch: Rows with the columns that were read.
+        first: Number of the first row in the unit.
+        parts: Matched rows, cut into the batches that are sent.
+        size: Bytes of `batch` and `parts`.
+        error: Why the batch cannot be sent; None if it can.
     """
 
     batch: pa.RecordBatch
@@ -57,9 +61,13 @@ class _Read(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A part of a read batch; `size` is that of the whole batch for its last part, else 0.
+    """A part of a read batch that was sent.
 
-    `first` is the number of its first row in the unit.
+    Attributes:
+        batch: Rows of the part with the columns that were read.
+        first: Number of the part's first row in the unit.
+        size: For the last part of a read batch, the size of that batch; for other parts 0.
+        sent_ns: Time of the sending.
     """
 
     batch: pa.RecordBatch
@@ -69,25 +77,25 @@ class _Sent(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
-    """What the units of a job have in common.
+class UnitContext:
+    """Everything that the units of a job share.
 
     Attributes:
         job: The job.
-        planned: Its plan.
-        source: Its input.
-        stager: Writes units.
+        planned: Plan of the job.
+        source: Input of the job.
+        stager: Writer of units.
         client: Client of the server.
         counters: Sums of the job.
         budget: Rejected rows that the job still permits.
         quarantine: Folder of rejected rows; None without one.
         on_rows: Called with the number of rows that have results.
-        terms: Terms of the calls, beside those of all jobs.
+        terms: Terms of the calls of this job, in addition to those of every job.
     """
 
     job: Job
-    planned: Planned
-    source: Source
+    planned: PlannedJob
+    source: JobSource
     stager: Stager
     client: ScoringClient
     counters: Counters
@@ -99,7 +107,7 @@ class Shared:
 
 @dataclass
 class UnitRun:
-    """One unit: its threads and counts.
+    """One run of a unit: its threads and counts.
 
     Attributes:
         rows_in: Rows that were read, after the filter.
@@ -107,7 +115,7 @@ class UnitRun:
         write_wait_ns: Time in which the sink waited for results.
     """
 
-    shared: Shared
+    shared: UnitContext
     unit: Unit
     rows_in: int = 0
     rejected: int = 0
@@ -115,7 +123,7 @@ class UnitRun:
     _flow: Flow = field(default_factory=lambda: Flow(IN_FLIGHT_BYTES, IN_FLIGHT_BATCHES))
     _results: Flow = field(default_factory=lambda: Flow(RESULT_BYTES, RESULT_BATCHES))
     _pending: deque[_Sent] = field(default_factory=deque)
-    _held: _Read | None = None
+    _unsendable: _Read | None = None
     _quarantine: QuarantineWriter | None = None
 
     def __post_init__(self) -> None:
@@ -144,13 +152,13 @@ class UnitRun:
         started_ns = clock.now_ns()
         is_staged = False
         try:
-            staged = shared.stager.stage(unit, self._written())
+            staged = shared.stager.stage(unit, self._results_to_write())
             is_staged = True
         finally:
             if not is_staged:
                 self.cancel()
-            for each in threads:
-                each.join(THREADS_END_S)
+            for thread in threads:
+                thread.join(THREADS_END_S)
             if not is_staged and self._quarantine is not None and not threads[1].is_alive():
                 self._quarantine.abort()
         spent_ns = clock.now_ns() - started_ns - self.write_wait_ns
@@ -167,12 +175,12 @@ class UnitRun:
         )
 
     def cancel(self) -> None:
-        """End the threads as soon as they wait."""
+        """Make every thread end when it waits for a queue."""
         self._flow.cancel()
         self._results.cancel()
 
     def _read(self) -> None:
-        """Thread that reads batches and matches their columns."""
+        """Read batches and match their columns; the function of the first thread."""
         planned, job = self.shared.planned, self.shared.job
         spent_ns = 0
         error: BaseException | None = None
@@ -185,7 +193,7 @@ class UnitRun:
                 batch = next(batches, None)
                 if batch is None:
                     break
-                read = self._prepared(batch)
+                read = self._prepare(batch)
                 self.rows_in += batch.num_rows
                 spent_ns += clock.now_ns() - started_ns
                 self._flow.put(read, read.size)
@@ -194,21 +202,21 @@ class UnitRun:
         self.shared.counters.add(read_s=spent_ns / clock.NS_PER_S)
         self._flow.end(error)
 
-    def _prepared(self, batch: pa.RecordBatch) -> _Read:
+    def _prepare(self, batch: pa.RecordBatch) -> _Read:
         try:
-            parts = self._parts(batch)
+            parts = self._cut_for_calls(batch)
         except IskanderError as error:
             if not self._policy.can_handle(error):
-                raise self._located(error, self.rows_in, batch) from error
+                raise self._with_place(error, self.rows_in, batch) from error
             return _Read(batch, self.rows_in, [], batch.nbytes, error)
         return _Read(
-            batch, self.rows_in, parts, batch.nbytes + sum(each.nbytes for each in parts), None
+            batch, self.rows_in, parts, batch.nbytes + sum(part.nbytes for part in parts), None
         )
 
-    def _located(self, error: IskanderError, first: int, batch: pa.RecordBatch) -> IskanderError:
-        """Return the error of a batch that begins at row `first` of the unit, with its place."""
+    def _with_place(self, error: IskanderError, first: int, batch: pa.RecordBatch) -> IskanderError:
+        """Add its place to the error of a batch that begins at row `first` of the unit."""
         shared = self.shared
-        return located(
+        return with_place(
             error,
             shared.source,
             self.unit,
@@ -218,20 +226,23 @@ class UnitRun:
             columns=shared.job.columns,
         )
 
-    def _parts(self, batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+    def _cut_for_calls(self, batch: pa.RecordBatch) -> list[pa.RecordBatch]:
         """Match a batch and cut it to the server's limits."""
         planned = self.shared.planned
         matched = planned.matching.apply(batch.select(planned.sent))
-        return list(cut(matched, planned.description))
+        return list(cut_for_calls(matched, planned.description))
 
     def _score(self) -> None:
-        """Thread that streams the batches and joins results with kept columns."""
+        """Stream the batches and join results with kept columns.
+
+        The function of the second thread.
+        """
         error: BaseException | None = None
         try:
             while self._score_until_rejected():
-                held, self._held = self._held, None
+                held, self._unsendable = self._unsendable, None
                 assert held is not None and held.error is not None
-                self._put(self._handled(held.batch, held.error))
+                self._put(self._score_again(held.batch, held.error))
                 self._flow.release(held.size)
         except Exception as raised:  # The end of a thread: raised again by `Flow.take`.
             error = raised
@@ -239,11 +250,16 @@ class UnitRun:
         self._results.end(error)
 
     def _score_until_rejected(self) -> bool:
-        """Score batches in one stream; return True if a batch that cannot be sent is next."""
+        """Score batches in one stream.
+
+        Return True if it ended before a batch that cannot be sent.
+        """
         shared, plan = self.shared, self.shared.planned.plan
         call = shared.client.stream if shared.job.on_error == "fail" else shared.client.outcomes
         waited_ns = 0
-        outcomes = call(plan.model, self._feed(), version=plan.version, terms=self._terms)
+        outcomes = call(
+            plan.model, self._batches_to_send(), version=plan.version, terms=self._terms
+        )
         while True:
             started_ns = clock.now_ns()
             try:
@@ -253,32 +269,32 @@ class UnitRun:
                     raise
                 # Outcomes are in the order of the batches.
                 failed = self._pending[0]
-                raise self._located(error, failed.first, failed.batch) from error
+                raise self._with_place(error, failed.first, failed.batch) from error
             now_ns = clock.now_ns()
             waited_ns += now_ns - started_ns
             if outcome is None:
                 break
             sent = self._pending.popleft()
             if isinstance(outcome, IskanderError):
-                joined = self._handled(sent.batch, outcome)
+                joined = self._score_again(sent.batch, outcome)
             else:
                 shared.counters.add_latency((now_ns - sent.sent_ns) / clock.NS_PER_MS)
-                joined = self._joined(sent.batch, outcome)
+                joined = self._join_columns(sent.batch, outcome)
             self._put(joined)
             shared.on_rows(sent.batch.num_rows)
             if sent.size:
                 self._flow.release(sent.size)
         shared.counters.add(score_s=waited_ns / clock.NS_PER_S)
-        return self._held is not None
+        return self._unsendable is not None
 
-    def _feed(self) -> Iterator[pa.RecordBatch]:
-        """Batches of one stream; read by a thread of the client."""
+    def _batches_to_send(self) -> Iterator[pa.RecordBatch]:
+        """Yield the batches of one stream; a thread of the client reads them."""
         while True:
             read = self._flow.take()
             if read is None:
                 return
             if read.error is not None:
-                self._held = read
+                self._unsendable = read
                 return
             offset = 0
             for index, part in enumerate(read.parts):
@@ -292,17 +308,17 @@ class UnitRun:
     def _score_one(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Score a batch in calls of its own, with retries."""
         shared, plan = self.shared, self.shared.planned.plan
-        parts = self._parts(batch)
+        parts = self._cut_for_calls(batch)
         results = list(
             shared.client.stream(plan.model, parts, version=plan.version, terms=self._terms)
         )
         return results[0] if len(results) == 1 else pa.concat_batches(results)
 
-    def _handled(self, batch: pa.RecordBatch, error: IskanderError) -> pa.RecordBatch:
-        """Score a batch again if its error may pass, else find its rejected rows.
+    def _score_again(self, batch: pa.RecordBatch, error: IskanderError) -> pa.RecordBatch:
+        """Score a failed batch again if the error may be temporary, else find its rejected rows.
 
         Returns:
-            Its rows of the output.
+            The rows of the batch in the output.
         """
         if error.retryable:
             try:
@@ -310,15 +326,15 @@ class UnitRun:
             except IskanderError as again:
                 error = again
             else:
-                return self._joined(batch, results)
+                return self._join_columns(batch, results)
         outcome: Outcome = self._policy.handle(batch, error, self._score_one)
         self.rejected += outcome.rejected_rows
         if outcome.rejected is not None and self._quarantine is not None:
             self._quarantine.write(outcome.rejected)
-        return self._joined(outcome.kept, outcome.results)
+        return self._join_columns(outcome.kept, outcome.results)
 
-    def _joined(self, batch: pa.RecordBatch, results: pa.RecordBatch) -> pa.RecordBatch:
-        """Return kept columns and results as one batch."""
+    def _join_columns(self, batch: pa.RecordBatch, results: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the kept columns of a batch and its results as one batch."""
         planned = self.shared.planned
         if results.num_rows != batch.num_rows:
             raise ContractError(
@@ -334,8 +350,8 @@ class UnitRun:
         if batch.num_rows:
             self._results.put(batch, batch.nbytes)
 
-    def _written(self) -> Iterator[pa.RecordBatch]:
-        """Results of the unit; read by the sink."""
+    def _results_to_write(self) -> Iterator[pa.RecordBatch]:
+        """Yield the results of the unit, which the stager writes."""
         while True:
             started_ns = clock.now_ns()
             batch = self._results.take()

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from iskander.lake.job import STREAM, Job
 from iskander.lake.journal import Finished
-from iskander.lake.plan import Plan, Unit
+from iskander.lake.plan import JobPlan, Unit
 from iskander.lake.sinks.writing import Staged
 
 DELTA = "delta://"
@@ -26,13 +26,14 @@ class Stager(Protocol):
     """The part of a sink that writes units; several threads use it."""
 
     def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
-        """Write the results of a unit, invisible to readers; they are on disk when this returns.
+        """Write the results of a unit to disk, so that readers of the output do not see them yet.
 
-        Staging a unit again replaces it. Equal rows give equal bytes, whatever the batches are.
-        Errors of the iterator pass through, and nothing of the unit remains.
+        A unit that is staged again replaces the earlier one. Equal rows give equal bytes, whatever
+        the batches are. After an error of the iterator, which is raised, nothing of the unit
+        remains.
 
         Raises:
-            OutputError: The system rejects to write.
+            OutputError: The results cannot be written.
             ContractError: A batch does not fit the schema of `prepare`.
             Cancelled: `abort` was called.
         """
@@ -48,39 +49,40 @@ class Sink(Protocol):
 
     @property
     def is_resumable(self) -> bool:
-        """True if another process can go on with the output."""
+        """Whether another process can continue the output."""
 
     @property
     def is_commit_begun(self) -> bool:
-        """True if the state folder has the record of a commit that was begun and not completed.
+        """Whether the state folder has the record of a commit that was begun and not completed.
 
-        It may be of any job. A part of its files may be in place, so that only this job can go on.
+        The record may be of any job. Some files of that job may be in place, so only that job can
+        continue.
 
         Raises:
             JobConflict: The record is damaged.
-            OutputError: The system rejects to read it.
+            OutputError: The record cannot be read.
         """
 
-    def is_complete(self, plan: Plan) -> bool:
-        """Whether the output says that it has the results of exactly this plan.
+    def is_complete(self, plan: JobPlan) -> bool:
+        """Whether the output states that it has the results of exactly this plan.
 
-        The origin is in `_SUCCESS` of a folder, in the metadata of one Parquet or Arrow IPC file,
-        in the transaction of a Delta table or in the snapshot of an Iceberg table. One CSV file and
-        a stream have none.
+        The origin of the results is in `_SUCCESS` of a folder, in the metadata of one Parquet or
+        Arrow IPC file, in the transaction of a Delta table or in the snapshot of an Iceberg table.
+        One CSV file and a stream have no origin.
 
         Raises:
-            OutputError: The system rejects to read it.
+            OutputError: The output cannot be read.
         """
 
-    def prepare(self, plan: Plan, schema: pa.Schema, *, is_resumed: bool) -> None:
+    def prepare(self, plan: JobPlan, schema: pa.Schema, *, is_resumed: bool) -> None:
         """Check the output before anything is scored, and begin.
 
         Args:
             plan: Plan of the job.
             schema: Columns of the results, in order.
-            is_resumed: `Journal.begin` found an earlier run of this plan. Otherwise staged units of
-                this plan are deleted. If that run had committed an output that is gone since, the
-                job begins again, and `recover` finds nothing.
+            is_resumed: `Journal.begin` found an earlier run of this plan. If it found none, staged
+                units of this plan are deleted. If the earlier run had committed an output that was
+                deleted since, the job begins again, and `recover` finds nothing.
 
         Raises:
             OutputExists: The output exists and `overwrite` does not permit to change it.
@@ -93,33 +95,33 @@ class Sink(Protocol):
     def stager(self) -> Stager:
         """Return the part that writes units, after `prepare`.
 
-        That of a resumable sink can be pickled, for processes that have the same storage.
+        The stager of a resumable sink can be pickled, for processes with the same storage.
         """
 
     def recover(self, unit: Unit, finished: Finished) -> Staged | None:
-        """Find a unit of the journal; None if its files are lost and it must be staged again."""
+        """Find the staged files of a unit in the journal; None if they are lost."""
 
     def commit(
-        self, plan: Plan, staged: Sequence[Staged], *, check: Callable[[], None] = lambda: None
+        self, plan: JobPlan, staged: Sequence[Staged], *, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Make all units visible. It is safe to repeat after a crash at any moment.
+        """Make all units visible. A repetition after a crash at any moment is safe.
 
         Args:
             plan: Plan of the job.
-            staged: All of its units.
-            check: Raises an exception to stop, which leaves everything as before the commit. It is
-                called between the steps that take long, also from another thread, and no more after
+            staged: All units of the plan.
+            check: Raises an exception to stop the commit, which leaves everything as before it.
+                `check` is called between long steps, also from another thread, but no longer after
                 the first change of the output.
 
         Raises:
             OutputExists: The output was created by another program since `prepare`.
-            OutputError: The system rejects to write, or staged files are lost.
+            OutputError: The output cannot be written, or staged files are lost.
         """
 
     def abort(self) -> None:
-        """Delete the staged units and the record of a job; nothing after its commit began.
+        """Delete the staged units and the record of a job, unless its commit has begun.
 
-        A call of `stage` in another thread fails, and leaves nothing either.
+        A call of `stage` in another thread fails, and its unit is deleted too.
         """
 
     def finish(self) -> None:
@@ -131,7 +133,7 @@ def open_sink(job: Job) -> Sink:
 
     Raises:
         ConfigError: The options do not fit the output, a library is not installed, or the output,
-            the quarantine and the inputs are not apart.
+            the quarantine and the inputs overlap.
         OutputError: The filesystem or the catalog cannot be opened.
     """
     from iskander.lake.sinks.apart import check_quarantine

@@ -1,6 +1,6 @@
-"""Check that the places of a job are apart: inputs, output, and quarantine.
+"""Check that inputs, output and quarantine of a job do not overlap.
 
-A place that lies in another one would be read as input by the next run, or be deleted by it.
+The next run could read an output that lies in an input, or delete an input that lies in the output.
 
 Runs in: the operator's tool, one thread.
 """
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from iskander.errors import ConfigError, SourceError
 from iskander.lake.job import STREAM, Job
-from iskander.lake.sources.places import MAGIC, locate
+from iskander.lake.sources.places import GLOB_CHARACTERS, locate
 
 INPUT: Final = "input"
 _TABLE: Final = re.compile(r"(?:delta|iceberg)://")
@@ -23,25 +23,26 @@ _PINNED: Final = re.compile(r"(delta://.*)@v\d+|(iceberg://.*)@\d+", re.DOTALL)
 
 
 def check_apart(role: str, uri: str, others: Sequence[tuple[str, str]]) -> None:
-    """Check that a place that is written neither is, nor contains, nor lies in another one.
+    """Check that a written place neither equals, nor contains, nor lies in another place.
 
-    Links and `..` of local paths are resolved. A glob is the files and folders that it can match.
+    Links and `..` of local paths are resolved. A glob stands for the files and folders that it can
+    match.
 
     Args:
         role: Name of the place in errors, for example `quarantine`.
-        uri: Path or URI of files or of a table; `-` is apart from all.
+        uri: Path or URI of files or of a table; `-` overlaps nothing.
         others: Roles and URIs of the other places; inputs may be globs.
 
     Raises:
-        ConfigError: They are not apart.
+        ConfigError: The place overlaps another one.
     """
     if uri == STREAM:
         return
-    place = _Place.of(uri)
+    place = _Place.of_uri(uri)
     for other_role, other in others:
         if other == STREAM:
             continue
-        relation = place.relation(_Place.of(other))
+        relation = place.relation(_Place.of_uri(other))
         if relation is not None:
             hint = ""
             if other_role == INPUT and _TABLE.match(uri):
@@ -53,51 +54,54 @@ def check_apart(role: str, uri: str, others: Sequence[tuple[str, str]]) -> None:
 
 
 def check_inputs(job: Job) -> None:
-    """Check that the output of a job is apart from its inputs.
+    """Check that the output of a job overlaps none of its inputs.
 
-    A table at a fixed version may be changed: the version keeps its files.
+    The output may be a table of which an input is a fixed version, because that version keeps its
+    files.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The output overlaps an input.
     """
     others = [
-        (INPUT, each)
-        for each in job.inputs
-        if not (_pinned(each) and _Place.of(each) == _Place.of(job.output))
+        (INPUT, uri)
+        for uri in job.inputs
+        if not (_without_version(uri) and _Place.of_uri(uri) == _Place.of_uri(job.output))
     ]
     check_apart("output", job.output, others)
 
 
 def check_quarantine(job: Job) -> None:
-    """Check that the quarantine of a job is apart from its inputs and its output.
+    """Check that the quarantine of a job overlaps neither its inputs nor its output.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The quarantine overlaps another place.
     """
     if job.quarantine is not None:
-        others = [(INPUT, each) for each in job.inputs]
+        others = [(INPUT, uri) for uri in job.inputs]
         check_apart("quarantine", job.quarantine, [*others, ("output", job.output)])
 
 
 class _Place(NamedTuple):
-    """A path as its parts: scheme, folders, and the segments of a glob."""
+    """A path, split into its scheme, its folders, and the segments of a glob."""
 
     scheme: str
     parts: tuple[str, ...]
     glob: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, uri: str) -> _Place:
-        """Find the place of a path or URI."""
-        plain = (_pinned(uri) or uri).removeprefix("delta://")
+    def of_uri(cls, uri: str) -> _Place:
+        """Return the place of a path or URI."""
+        plain = (_without_version(uri) or uri).removeprefix("delta://")
         try:
             place = locate(plain)
         except SourceError:
-            # Tables of catalogs, and schemes that only the library of a table has.
+            # A table of a catalog, or a scheme that only a table's library supports.
             scheme, _, path = plain.partition("://")
-            return cls(f"{scheme}://", _parts(path.partition("?")[0]))
+            return cls(f"{scheme}://", _path_parts(path.partition("?")[0]))
         segments = place.path.split("/")
-        fixed = next((i for i, each in enumerate(segments) if MAGIC.search(each)), len(segments))
+        fixed = next(
+            (i for i, each in enumerate(segments) if GLOB_CHARACTERS.search(each)), len(segments)
+        )
         if place.is_local:
             if os.path.lexists(place.path):
                 # A path that exists is not a glob, whatever letters it has.
@@ -105,10 +109,10 @@ class _Place(NamedTuple):
             root = os.path.realpath("/".join(segments[:fixed]) or "/").replace(os.sep, "/")
         else:
             root = "/".join(segments[:fixed])
-        return cls(place.prefix, _parts(root), tuple(segments[fixed:]))
+        return cls(place.prefix, _path_parts(root), tuple(segments[fixed:]))
 
     def relation(self, other: _Place) -> str | None:
-        """Return how this place, which is no glob, and the other one touch; None if apart."""
+        """Return how this place, which is no glob, overlaps the other one; None if it does not."""
         if self.scheme != other.scheme:
             return None
         mine, its = self.parts + self.glob, other.parts
@@ -121,14 +125,14 @@ class _Place(NamedTuple):
         return "lies in"
 
 
-def _pinned(uri: str) -> str | None:
-    """URI of a table without its fixed version; None if it has none."""
+def _without_version(uri: str) -> str | None:
+    """Return the URI of a table without its fixed version; None if it has no fixed version."""
     match = _PINNED.fullmatch(uri)
     return (match[1] or match[2]) if match else None
 
 
-def _parts(path: str) -> tuple[str, ...]:
-    return tuple(each for each in path.split("/") if each)
+def _path_parts(path: str) -> tuple[str, ...]:
+    return tuple(part for part in path.split("/") if part)
 
 
 def _may_match(parts: Sequence[str], segments: Sequence[str]) -> bool:

@@ -1,8 +1,8 @@
 """Sinks that stage units as files: the steps that files and tables share.
 
-The record in the state folder has one of three states. `prepared`: nothing of the output changed.
-`committing`: the files are complete and listed in the record, and are made visible. `committed`:
-only the record remains.
+The record in the state folder has one of three states. `prepared`: the output is unchanged.
+`committing`: the staged files are complete, the record lists them, and they are being made visible.
+`committed`: the output is complete, and only the record is left to delete.
 
 Runs in: the operator's tool; only `stage` is called from several threads.
 """
@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from iskander.lake.job import Job
 from iskander.lake.journal import Finished
-from iskander.lake.plan import Plan, Unit
+from iskander.lake.plan import JobPlan, Unit
 from iskander.lake.sinks.apart import check_inputs
 from iskander.lake.sinks.errors import OutputExists
 from iskander.lake.sinks.schemas import check_columns, check_partitions
@@ -28,21 +28,21 @@ from iskander.lake.sinks.writing import Layout, Staged
 
 
 class StagedSink(ABC):
-    """A sink with staged units, a record and one commit.
+    """A sink that stages units as files, keeps a record, and commits once.
 
     Args:
         job: Job with the output.
         path: Path or name of the output in errors.
 
     Raises:
-        ConfigError: The output is not apart from an input.
+        ConfigError: The output overlaps an input.
     """
 
     is_resumable = True
-    _is_one = False
+    _is_one_file = False
     """Whether the output is one file."""
     _prefix: str | None = None
-    """Beginning of the names of staging folders, if a fingerprint follows."""
+    """Prefix of the names of staging folders, if the rest of a name is a fingerprint."""
     _folder: str | None = None
     """Output folder, which `abort` deletes if it is empty."""
 
@@ -59,15 +59,15 @@ class StagedSink(ABC):
         return self._record.peek().get("state") == "committing"
 
     @abstractmethod
-    def is_complete(self, plan: Plan) -> bool:
+    def is_complete(self, plan: JobPlan) -> bool:
         """Whether the output has the results of a plan; see `Sink.is_complete`."""
 
-    def prepare(self, plan: Plan, schema: pa.Schema, *, is_resumed: bool) -> None:
+    def prepare(self, plan: JobPlan, schema: pa.Schema, *, is_resumed: bool) -> None:
         """Check the output and begin; see `Sink.prepare`."""
         record = self._record
         is_known = is_resumed and record.load(plan.fingerprint)
         if is_known and record.state == "committed" and not self._is_committed(plan):
-            # The output was deleted since: it is made again.
+            # The output was deleted after its commit, so it is made again.
             record.values, is_known = {}, False
         is_begun = is_known and record.state != "prepared"
         layout = self._layout(plan, schema, is_begun=is_begun)
@@ -77,7 +77,7 @@ class StagedSink(ABC):
             **self._first_values(),
         }
         storage, folder = self._staging_place(plan, values)
-        is_joined = self._is_one or bool(self._job.sort_by)
+        is_joined = self._is_one_file or bool(self._job.sort_by)
         self._staging = Staging(
             storage, folder, layout, self._job.state_folder, is_joined=is_joined
         )
@@ -100,7 +100,7 @@ class StagedSink(ABC):
         return self._ready().recover(unit, finished)
 
     def commit(
-        self, plan: Plan, staged: Sequence[Staged], *, check: Callable[[], None] = lambda: None
+        self, plan: JobPlan, staged: Sequence[Staged], *, check: Callable[[], None] = lambda: None
     ) -> None:
         """Make all units visible; see `Sink.commit`."""
         record = self._record
@@ -110,7 +110,7 @@ class StagedSink(ABC):
             if record.state == "prepared":
                 self._check_free(plan, self._ready().layout)
                 files = self._ready().complete(plan, staged, check)
-                record.save(state="committing", **self._planned(plan, files, check))
+                record.save(state="committing", **self._list_files(plan, files, check))
             self._publish(plan)
             self._clean(plan)
         record.save(state="committed")
@@ -131,56 +131,59 @@ class StagedSink(ABC):
         assert self._staging is not None, "prepare comes first"
         return self._staging
 
-    def _is_committed(self, plan: Plan) -> bool:
-        """Whether the output is there that the record says is committed."""
+    def _is_committed(self, plan: JobPlan) -> bool:
+        """Whether the output exists that the record says is committed."""
         return self.is_complete(plan)
 
     @abstractmethod
-    def _layout(self, plan: Plan, schema: pa.Schema, *, is_begun: bool) -> Layout:
-        """Check the output, unless its commit is begun, and return the form of its files.
+    def _layout(self, plan: JobPlan, schema: pa.Schema, *, is_begun: bool) -> Layout:
+        """Check the output, unless its commit has begun, and return the layout of its files.
 
         Raises:
-            OutputExists: The output exists and may not be changed, or has another form.
+            OutputExists: The output exists and may not be changed, or has another layout.
         """
 
     def _first_values(self) -> dict[str, Any]:
-        """Return further values of a new record."""
+        """Return the sink's own values for a new record."""
         return {}
 
     @abstractmethod
-    def _staging_place(self, plan: Plan, values: Mapping[str, Any]) -> tuple[Storage, str]:
+    def _staging_place(self, plan: JobPlan, values: Mapping[str, Any]) -> tuple[Storage, str]:
         """Return the staging folder that belongs to the values of the record."""
 
     @abstractmethod
-    def _check_free(self, plan: Plan, layout: Layout) -> None:
-        """Check before the commit that the output still does not exist, or may be changed.
+    def _check_free(self, plan: JobPlan, layout: Layout) -> None:
+        """Check before the commit that the output does not exist, or may be changed.
 
         Raises:
-            OutputExists: It exists.
+            OutputExists: The output exists and may not be changed.
         """
 
     @abstractmethod
-    def _planned(
-        self, plan: Plan, files: Mapping[str, int], check: Callable[[], None]
+    def _list_files(
+        self, plan: JobPlan, files: Mapping[str, int], check: Callable[[], None]
     ) -> dict[str, Any]:
-        """Return the record's list of the files, from their bytes by path below the staging."""
+        """Return the list of files for the record.
+
+        `files` has the bytes of the staged files, by path below the staging folder.
+        """
 
     @abstractmethod
-    def _publish(self, plan: Plan) -> None:
+    def _publish(self, plan: JobPlan) -> None:
         """Make the listed files visible; safe to repeat."""
 
-    def _clean(self, plan: Plan) -> None:
-        """Delete what is staged after the files are visible."""
+    def _clean(self, plan: JobPlan) -> None:
+        """Delete what is still staged after the files are visible."""
         self._ready().remove()
 
     def _checked_layout(
         self,
-        plan: Plan,
+        plan: JobPlan,
         schema: pa.Schema,
         partition_by: tuple[str, ...],
         **options: Any,  # noqa: ANN401
     ) -> Layout:
-        """Make a layout; check that the columns of the job's options are in the schema."""
+        """Return a layout; check that the columns of the job's options are in the schema."""
         job = self._job
         check_partitions(partition_by, schema)
         check_columns("sort_by", job.sort_by, schema)
@@ -195,16 +198,16 @@ class StagedSink(ABC):
         )
 
 
-def exists(output: str, kind: str) -> OutputExists:
-    """Make the error of an output that exists and is not to be changed."""
+def output_exists_error(output: str, kind: str) -> OutputExists:
+    """Return the error of an output that exists and may not be changed."""
     return OutputExists(
         f"{output}: the {kind} exists; use --overwrite append or replace, or another output",
         output=output,
     )
 
 
-def appended_before(output: str, plan: Plan) -> OutputExists:
-    """Make the error of a table that has the results of a job already."""
+def appended_before_error(output: str, plan: JobPlan) -> OutputExists:
+    """Return the error of a table that has the results of a job already."""
     return OutputExists(
         f"{output}: the table has the results of this job already (fingerprint "
         f"{plan.fingerprint[:8]}); nothing is appended twice"
@@ -215,7 +218,7 @@ def check_partitioning(output: str, wanted: Sequence[str], found: Sequence[str])
     """Check that the partitions of a job are those of its table.
 
     Raises:
-        OutputExists: They differ.
+        OutputExists: The partitions differ.
     """
     if wanted and list(wanted) != list(found):
         raise OutputExists(f"{output}: partition_by is {list(wanted)}; the table has {list(found)}")
@@ -225,15 +228,15 @@ def check_same_columns(output: str, found: pa.Schema, results: pa.Schema) -> Non
     """Check that a table has the columns of the results, in any order.
 
     Raises:
-        OutputExists: They differ.
+        OutputExists: The columns differ.
     """
-    if {each.name: each.type for each in found} != {each.name: each.type for each in results}:
+    if {each.name: each.type for each in found} != {field.name: field.type for field in results}:
         raise OutputExists(
-            f"{output}: the columns differ: the table has {listed(found)}; the results have "
-            f"{listed(results)}"
+            f"{output}: the columns differ: the table has {columns_text(found)}; the results have "
+            f"{columns_text(results)}"
         )
 
 
-def listed(schema: pa.Schema) -> str:
-    """Names and types of columns, for errors."""
-    return ", ".join(f"{each.name}: {each.type}" for each in schema)
+def columns_text(schema: pa.Schema) -> str:
+    """Return the names and types of columns as a text for errors."""
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)

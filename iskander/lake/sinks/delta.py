@@ -18,13 +18,13 @@ import pyarrow as pa
 
 from iskander.errors import ConfigError, Unsupported
 from iskander.lake.job import Job
-from iskander.lake.plan import Plan
+from iskander.lake.plan import JobPlan
 from iskander.lake.sinks.base import (
     StagedSink,
-    appended_before,
+    appended_before_error,
     check_partitioning,
     check_same_columns,
-    exists,
+    output_exists_error,
 )
 from iskander.lake.sinks.errors import OutputExists
 from iskander.lake.sinks.schemas import table_schema
@@ -39,7 +39,8 @@ SCHEME: Final = "delta://"
 _STAGING: Final = "_staging-"
 _WRITER_VERSION_MAX: Final = 2
 _REJECTED_SETTINGS: Final = ("delta.constraints.", "delta.columnMapping.mode")
-"""Settings of tables whose rows or files a writer must treat in a way that is not made here."""
+"""Settings of tables for which a writer must check rows or name columns, which this one does
+not."""
 
 
 class DeltaSink(StagedSink):
@@ -49,7 +50,7 @@ class DeltaSink(StagedSink):
         job: Job with the output `delta://PATH`, or the folder of a table.
 
     Raises:
-        ConfigError: The library is not installed, or the output is not apart from an input.
+        ConfigError: The library is not installed, or the output overlaps an input.
         OutputError: The filesystem is unknown.
     """
 
@@ -65,29 +66,30 @@ class DeltaSink(StagedSink):
         self._compression = compression_of("parquet", job.compression)
         self._transaction = 1
 
-    def is_complete(self, plan: Plan) -> bool:
+    def is_complete(self, plan: JobPlan) -> bool:
         """Whether the table has a transaction of the plan; see `Sink.is_complete`.
 
-        Unless results are appended, it must be the latest commit: another one may replace them.
+        Unless results are appended, the transaction must be in the latest commit, because a later
+        commit may replace the results.
         """
         table = self._table()
-        if table is None or not self._committed(table, plan):
+        if table is None or not self._last_transaction(table, plan):
             return False
         if self._job.overwrite == "append":
             return True
-        with self._errors("cannot read the log"):
+        with self._as_output_errors("cannot read the log"):
             return bool(table.history(1)[0].get(FINGERPRINT) == plan.fingerprint)
 
-    def _is_committed(self, plan: Plan) -> bool:
+    def _is_committed(self, plan: JobPlan) -> bool:
         wanted: int = self._record.values["transaction"]
-        return self._committed(self._table(), plan) >= wanted
+        return self._last_transaction(self._table(), plan) >= wanted
 
-    def _committed(self, table: DeltaTable | None, plan: Plan) -> int:
+    def _last_transaction(self, table: DeltaTable | None, plan: JobPlan) -> int:
         """Return the number of the plan's latest transaction, or 0."""
-        with self._errors("cannot read the log"):
+        with self._as_output_errors("cannot read the log"):
             return 0 if table is None else table.transaction_version(plan.fingerprint) or 0
 
-    def _layout(self, plan: Plan, schema: pa.Schema, *, is_begun: bool) -> Layout:
+    def _layout(self, plan: JobPlan, schema: pa.Schema, *, is_begun: bool) -> Layout:
         job = self._job
         columns = table_schema(schema, format="delta")
         partition_by = job.partition_by
@@ -95,25 +97,27 @@ class DeltaSink(StagedSink):
         if not is_begun:
             self._check_table(table)
         if table is not None and not (is_begun and job.overwrite == "error"):
-            with self._errors("cannot read the log"):
-                partition_by = _checked(job, table, columns)
-        earlier = self._committed(table, plan)
+            with self._as_output_errors("cannot read the log"):
+                partition_by = _require_appendable(job, table, columns)
+        earlier = self._last_transaction(table, plan)
         if earlier and not is_begun and job.overwrite == "append":
-            raise appended_before(job.output, plan)
+            raise appended_before_error(job.output, plan)
         self._transaction = earlier + 1
         return self._checked_layout(plan, columns, partition_by, compression=self._compression)
 
     def _first_values(self) -> dict[str, Any]:
         return {"transaction": self._transaction}
 
-    def _staging_place(self, plan: Plan, values: Mapping[str, Any]) -> tuple[Storage, str]:
+    def _staging_place(self, plan: JobPlan, values: Mapping[str, Any]) -> tuple[Storage, str]:
         return self._storage, f"{self._path}/{_STAGING}{plan.fingerprint[:16]}"
 
-    def _check_free(self, plan: Plan, layout: Layout) -> None:
+    def _check_free(self, plan: JobPlan, layout: Layout) -> None:
         self._check_table(self._table())
 
-    def _errors(self, failure: str, advice: str = RESUMABLE) -> AbstractContextManager[None]:
-        """Convert errors of the system and of the library to `OutputError`."""
+    def _as_output_errors(
+        self, failure: str, advice: str = RESUMABLE
+    ) -> AbstractContextManager[None]:
+        """Convert errors of the system and of the library to `OutputError` during the block."""
         return writing(
             self._job.output,
             self._deltalake.exceptions.DeltaError,
@@ -126,28 +130,28 @@ class DeltaSink(StagedSink):
         """Open the table at its latest version; None if there is none.
 
         Raises:
-            OutputError: It cannot be opened.
+            OutputError: The table cannot be opened.
         """
-        with self._errors("cannot open the Delta table"):
+        with self._as_output_errors("cannot open the Delta table"):
             if not self._deltalake.DeltaTable.is_deltatable(self._location):
                 return None
             table: DeltaTable = self._deltalake.DeltaTable(self._location)
             return table
 
     def _check_table(self, table: DeltaTable | None) -> None:
-        """Check the table, or that its folder has nothing else.
+        """Check that the table may be changed; without a table, that its folder is empty.
 
         Raises:
-            OutputExists: The table exists and may not be changed, or other files do.
+            OutputExists: The table exists and may not be changed, or the folder has other files.
         """
         if table is not None:
-            self._check_mode(table)
+            self._require_mode(table)
             return
         with writing(self._path):
             if self._storage.kind(self._path) == "file":
                 raise OutputExists(f"{self._job.output}: is a file, not a folder")
             names = [
-                each for each in self._storage.names(self._path) if not each.startswith(_STAGING)
+                name for name in self._storage.names(self._path) if not name.startswith(_STAGING)
             ]
         if names:
             raise OutputExists(
@@ -155,15 +159,15 @@ class DeltaSink(StagedSink):
                 "output"
             )
 
-    def _check_mode(self, table: DeltaTable | None) -> None:
+    def _require_mode(self, table: DeltaTable | None) -> None:
         if table is not None and self._job.overwrite == "error":
-            raise exists(self._job.output, "Delta table")
+            raise output_exists_error(self._job.output, "Delta table")
 
-    def _planned(
-        self, plan: Plan, files: Mapping[str, int], check: Callable[[], None]
+    def _list_files(
+        self, plan: JobPlan, files: Mapping[str, int], check: Callable[[], None]
     ) -> dict[str, Any]:
         version = self._record.values["transaction"]
-        # Names of live files are never used again: each transaction has its own.
+        # A transaction never reuses the names of live files: its number is in the names.
         mark = plan.fingerprint[:8] + (f"-{version}" if version > 1 else "")
         planned = []
         for source, size in files.items():
@@ -180,18 +184,18 @@ class DeltaSink(StagedSink):
             )
         return {"files": planned}
 
-    def _publish(self, plan: Plan) -> None:
+    def _publish(self, plan: JobPlan) -> None:
         values, folder = self._record.values, self._ready().folder
         table = self._table()
-        if self._committed(table, plan) >= values["transaction"]:
+        if self._last_transaction(table, plan) >= values["transaction"]:
             return
         # Another program may have created the table since the files were listed.
-        self._check_mode(table)
+        self._require_mode(table)
         for file in values["files"]:
             self._storage.move(f"{folder}/{file['source']}", f"{self._path}/{file['path']}")
         self._commit(plan, table, values)
 
-    def _commit(self, plan: Plan, table: DeltaTable | None, values: dict[str, Any]) -> None:
+    def _commit(self, plan: JobPlan, table: DeltaTable | None, values: dict[str, Any]) -> None:
         from deltalake.transaction import AddAction, create_table_with_add_actions
 
         layout = self._ready().layout
@@ -211,7 +215,7 @@ class DeltaSink(StagedSink):
             app_transactions=[self._deltalake.Transaction(plan.fingerprint, values["transaction"])],
         )
         names = list(layout.partition_by)
-        with self._errors("the commit failed", "run again with --resume"):
+        with self._as_output_errors("the commit failed", "run again with --resume"):
             if table is None:
                 create_table_with_add_actions(
                     self._location,
@@ -231,8 +235,8 @@ class DeltaSink(StagedSink):
                 )
 
 
-def _checked(job: Job, table: DeltaTable, columns: pa.Schema) -> tuple[str, ...]:
-    """Check that rows of these columns can be added, and return the table's partitions.
+def _require_appendable(job: Job, table: DeltaTable, columns: pa.Schema) -> tuple[str, ...]:
+    """Require that rows with these columns can be added; return the table's partition columns.
 
     Raises:
         OutputExists: The columns or the partitions differ.
@@ -247,8 +251,8 @@ def _checked(job: Job, table: DeltaTable, columns: pa.Schema) -> tuple[str, ...]
             )
     protocol = table.protocol()
     if protocol.min_writer_version > _WRITER_VERSION_MAX and any(
-        "generationExpression" in str(each.metadata) or "invariants" in str(each.metadata)
-        for each in table.schema().fields
+        "generationExpression" in str(field.metadata) or "invariants" in str(field.metadata)
+        for field in table.schema().fields
     ):
         raise Unsupported(f"{job.output}: the table has generated columns; write a new table")
     partition_by = tuple(metadata.partition_columns)

@@ -20,14 +20,14 @@ import pyarrow as pa
 
 from iskander.errors import ConfigError, IskanderError, Unsupported
 from iskander.lake.job import Job
-from iskander.lake.plan import Plan
+from iskander.lake.plan import JobPlan
 from iskander.lake.sinks.apart import INPUT, check_apart
 from iskander.lake.sinks.base import (
     StagedSink,
-    appended_before,
+    appended_before_error,
     check_partitioning,
     check_same_columns,
-    exists,
+    output_exists_error,
 )
 from iskander.lake.sinks.errors import OutputError
 from iskander.lake.sinks.schemas import table_schema
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pyiceberg.table import Table
 
 ATTEMPT: Final = "iskander.attempt"
-"""Property of the snapshot, and of a table that the job created."""
+"""Property with the id of an attempt, of its snapshot and of a table that it created."""
 _URI = re.compile(r"iceberg://([^/@]+)/([^/@]+\.[^/@]+)")
 
 
@@ -50,11 +50,11 @@ class IcebergSink(StagedSink):
     Args:
         job: Job with the output `iceberg://CATALOG/NAMESPACE.TABLE`. The catalog is one of
             pyiceberg's configuration.
-        catalog: Catalog to use; None loads it by its name.
+        catalog: Catalog to use; None: the catalog with the name in the output is loaded.
 
     Raises:
-        ConfigError: The library is not installed, the URI is not valid, or the output is not apart
-            from an input.
+        ConfigError: The library is not installed, the URI is not valid, or the output overlaps an
+            input.
         OutputError: The catalog cannot be opened.
     """
 
@@ -69,11 +69,11 @@ class IcebergSink(StagedSink):
         self._opened: Table | None = None
         self._columns: pa.Schema | None = None
 
-    def is_complete(self, plan: Plan) -> bool:
+    def is_complete(self, plan: JobPlan) -> bool:
         """Whether the table has a snapshot of the plan; see `Sink.is_complete`.
 
-        Unless results are appended, it must be the current one: another one may replace them. A
-        table without rows has no snapshot, but the property of its creation.
+        Unless results are appended, it must be the current snapshot, because a later one may
+        replace the results. A table without rows has no snapshot, but a property from its creation.
         """
         table = self._table()
         if table is None:
@@ -85,10 +85,10 @@ class IcebergSink(StagedSink):
             return bool(table.properties.get(FINGERPRINT) == plan.fingerprint)
         return _property(current, FINGERPRINT) == plan.fingerprint
 
-    def _is_committed(self, plan: Plan) -> bool:
+    def _is_committed(self, plan: JobPlan) -> bool:
         return _has_attempt(self._table(), self._record.values["attempt"])
 
-    def _layout(self, plan: Plan, schema: pa.Schema, *, is_begun: bool) -> Layout:
+    def _layout(self, plan: JobPlan, schema: pa.Schema, *, is_begun: bool) -> Layout:
         job = self._job
         self._columns = columns = table_schema(schema, format="iceberg")
         partition_by = job.partition_by
@@ -96,8 +96,8 @@ class IcebergSink(StagedSink):
         if not is_begun:
             self._check_table(table, plan)
         if table is not None and not (is_begun and job.overwrite == "error"):
-            with _calls(job.output, "cannot open the table"):
-                partition_by = _checked(job, table, columns)
+            with _as_output_errors(job.output, "cannot open the table"):
+                partition_by = _require_appendable(job, table, columns)
         return self._checked_layout(
             plan,
             columns,
@@ -114,20 +114,20 @@ class IcebergSink(StagedSink):
             with writing(path, failure="cannot delete"):
                 storage.remove_folder(path)
         location = self._new_location() if self._opened is None else self._opened.location()
-        check_apart("output", location, [(INPUT, each) for each in self._job.inputs])
+        check_apart("output", location, [(INPUT, uri) for uri in self._job.inputs])
         return {"attempt": secrets.token_hex(8), "location": location}
 
-    def _staging_place(self, plan: Plan, values: Mapping[str, Any]) -> tuple[Storage, str]:
+    def _staging_place(self, plan: JobPlan, values: Mapping[str, Any]) -> tuple[Storage, str]:
         return self._place(values)[:2]
 
     def _place(self, values: Mapping[str, Any]) -> tuple[Storage, str, str]:
-        """Storage of an attempt's files, their folder, and the text before paths in URIs."""
+        """Return the storage of an attempt's files, their folder, and the prefix of their URIs."""
         from pyiceberg.io import load_file_io
         from pyiceberg.io.pyarrow import PyArrowFileIO
 
         location = values["location"].rstrip("/")
         folder = f"{location}/data/iskander-{values['attempt']}"
-        with _calls(folder, "cannot open the filesystem"):
+        with _as_output_errors(folder, "cannot open the filesystem"):
             if self._opened is not None:
                 io = self._opened.io
             else:
@@ -142,26 +142,26 @@ class IcebergSink(StagedSink):
         assert folder.endswith(path)
         return Storage(filesystem), path, folder.removesuffix(path)
 
-    def _check_free(self, plan: Plan, layout: Layout) -> None:
+    def _check_free(self, plan: JobPlan, layout: Layout) -> None:
         self._check_table(self._table(), plan)
 
-    def _planned(
-        self, plan: Plan, files: Mapping[str, int], check: Callable[[], None]
+    def _list_files(
+        self, plan: JobPlan, files: Mapping[str, int], check: Callable[[], None]
     ) -> dict[str, Any]:
         check()
         return {"files": list(files)}
 
-    def _publish(self, plan: Plan) -> None:
+    def _publish(self, plan: JobPlan) -> None:
         values = self._record.values
         table = self._table()
         if _has_attempt(table, values["attempt"]):
             return
         self._check_table(table, plan)
         _, folder, prefix = self._place(values)
-        self._commit(plan, table, [f"{prefix}{folder}/{each}" for each in values["files"]])
+        self._commit(plan, table, [f"{prefix}{folder}/{path}" for path in values["files"]])
 
-    def _clean(self, plan: Plan) -> None:
-        """Delete the units that were joined; all other files are at their place."""
+    def _clean(self, plan: JobPlan) -> None:
+        """Delete the units that were joined; all other staged files are part of the table now."""
         staging = self._ready()
         if staging.is_joined:
             for unit in plan.units:
@@ -171,42 +171,42 @@ class IcebergSink(StagedSink):
         """Load the table; None if there is none.
 
         Raises:
-            OutputError: The catalog rejects it.
+            OutputError: The catalog cannot load the table.
         """
         from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
 
-        with _calls(self._job.output, "cannot open the table"):
+        with _as_output_errors(self._job.output, "cannot open the table"):
             try:
                 return self._catalog.load_table(self._name)
             except (NoSuchTableError, NoSuchNamespaceError):
                 return None
 
     def _new_location(self) -> str:
-        """Location of a table that is not created yet."""
-        with _calls(self._job.output, "cannot create the table"):
+        """Return the location for a table that does not exist yet."""
+        with _as_output_errors(self._job.output, "cannot create the table"):
             self._catalog.create_namespace_if_not_exists(self._name.rpartition(".")[0])
             transaction = self._catalog.create_table_transaction(self._name, self._columns)
             return str(transaction.table_metadata.location)
 
-    def _check_table(self, table: Table | None, plan: Plan) -> None:
+    def _check_table(self, table: Table | None, plan: JobPlan) -> None:
         """Check that the table does not exist, or may be changed.
 
         Raises:
-            OutputExists: It exists.
+            OutputExists: The table exists and may not be changed.
         """
         if table is None:
             return
         if self._job.overwrite == "error":
-            raise exists(self._job.output, "Iceberg table")
+            raise output_exists_error(self._job.output, "Iceberg table")
         if self._job.overwrite == "append" and _has_snapshot(table, FINGERPRINT, plan.fingerprint):
-            raise appended_before(self._job.output, plan)
+            raise appended_before_error(self._job.output, plan)
 
-    def _commit(self, plan: Plan, table: Table | None, files: list[str]) -> None:
+    def _commit(self, plan: JobPlan, table: Table | None, files: list[str]) -> None:
         from pyiceberg.expressions import AlwaysTrue
 
         values = self._record.values
         properties = {**provenance(plan), ATTEMPT: values["attempt"]}
-        with _calls(self._job.output, "the commit failed", "run again with --resume"):
+        with _as_output_errors(self._job.output, "the commit failed", "run again with --resume"):
             if table is None:
                 layout = self._ready().layout
                 created = self._catalog.create_table_transaction(
@@ -231,11 +231,10 @@ class IcebergSink(StagedSink):
 
 
 @contextmanager
-def _calls(output: str, failure: str, advice: str = RESUMABLE) -> Iterator[None]:
-    """Convert errors of a catalog to `OutputError`.
+def _as_output_errors(output: str, failure: str, advice: str = RESUMABLE) -> Iterator[None]:
+    """Convert errors of a catalog to `OutputError` during the block.
 
-    Raises:
-        OutputError: Any error but those of this project.
+    Errors of this project are not converted.
     """
     try:
         yield
@@ -258,7 +257,7 @@ def _has_attempt(table: Table | None, attempt: str) -> bool:
 
 
 def _has_snapshot(table: Table, name: str, value: str) -> bool:
-    return any(_property(each, name) == value for each in table.snapshots())
+    return any(_property(snapshot, name) == value for snapshot in table.snapshots())
 
 
 def _property(snapshot: Any, name: str) -> str | None:  # noqa: ANN401
@@ -266,8 +265,8 @@ def _property(snapshot: Any, name: str) -> str | None:  # noqa: ANN401
     return None if summary is None else summary.additional_properties.get(name)
 
 
-def _checked(job: Job, table: Table, columns: pa.Schema) -> tuple[str, ...]:
-    """Check that rows of these columns can be added, and return the partition columns.
+def _require_appendable(job: Job, table: Table, columns: pa.Schema) -> tuple[str, ...]:
+    """Require that rows with these columns can be added; return the table's partition columns.
 
     Raises:
         OutputExists: The columns or the partitions differ.
@@ -277,13 +276,13 @@ def _checked(job: Job, table: Table, columns: pa.Schema) -> tuple[str, ...]:
     from pyiceberg.transforms import IdentityTransform
 
     partition_by = []
-    for each in table.spec().fields:
-        if not isinstance(each.transform, IdentityTransform):
+    for key in table.spec().fields:
+        if not isinstance(key.transform, IdentityTransform):
             raise Unsupported(
-                f"{job.output}: the table is partitioned by {each.transform}({each.name}); results "
+                f"{job.output}: the table is partitioned by {key.transform}({key.name}); results "
                 "are written to tables with plain partition columns only"
             )
-        partition_by.append(table.schema().find_column_name(each.source_id) or each.name)
+        partition_by.append(table.schema().find_column_name(key.source_id) or key.name)
     check_partitioning(job.output, job.partition_by, partition_by)
     found = schema_to_pyarrow(table.schema(), include_field_ids=False)
     check_same_columns(job.output, table_schema(found, format="iceberg"), columns)
@@ -297,5 +296,5 @@ def _catalog(output: str, name: str) -> Catalog:
         raise ConfigError(
             f"{output}: Iceberg tables need pyiceberg; install iskander[iceberg]"
         ) from error
-    with _calls(output, f"cannot open catalog {name}"):
+    with _as_output_errors(output, f"cannot open catalog {name}"):
         return load_catalog(name)

@@ -22,16 +22,16 @@ _VARIABLE_BYTES: Final = 32
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """Columns as they are written: values for dictionaries and views, nullable, no metadata.
+    """Return columns as files have them: no dictionaries, views or metadata; all nullable.
 
     Raises:
-        ContractError: Two columns have one name.
+        ContractError: Two columns have the same name.
     """
-    return _mapped(schema, _without_view)
+    return _convert_types(schema, _without_view)
 
 
 def table_schema(schema: pa.Schema, *, format: str) -> pa.Schema:
-    """Columns as a Delta or Iceberg table has them.
+    """Return columns as a Delta or Iceberg table has them.
 
     Unsigned integers become the next wider signed ones, half floats become floats, large and view
     types their plain forms, fixed-size lists become lists, and timestamps have microseconds.
@@ -40,10 +40,10 @@ def table_schema(schema: pa.Schema, *, format: str) -> pa.Schema:
         ContractError: Two columns have one name.
         Unsupported: The format has no type for a column.
     """
-    return _mapped(schema, lambda kind: _table_type(kind, format))
+    return _convert_types(schema, lambda kind: _table_type(kind, format))
 
 
-def _mapped(schema: pa.Schema, convert: Callable[[Any], Any]) -> pa.Schema:
+def _convert_types(schema: pa.Schema, convert: Callable[[Any], Any]) -> pa.Schema:
     twice = {name for name in schema.names if schema.names.count(name) > 1}
     if twice:
         name = sorted(twice)[0]
@@ -51,19 +51,19 @@ def _mapped(schema: pa.Schema, convert: Callable[[Any], Any]) -> pa.Schema:
             f"output has two columns with the name {name!r}; leave one out with --keep", column=name
         )
     fields = []
-    for each in schema:
-        kind = each.type
+    for field in schema:
+        kind = field.type
         if pa.types.is_dictionary(kind):
             kind = kind.value_type
         try:
-            fields.append(pa.field(each.name, convert(kind)))
+            fields.append(pa.field(field.name, convert(kind)))
         except Unsupported as error:
-            raise Unsupported(f"output column {each.name!r}: {error.message}") from None
+            raise Unsupported(f"output column {field.name!r}: {error.message}") from None
     return pa.schema(fields)
 
 
 def _without_view(kind: Any) -> Any:  # noqa: ANN401
-    """Type without a view, which pyarrow cannot take rows from."""
+    """Return a type without a view: pyarrow cannot select rows of a view."""
     if pa.types.is_string_view(kind):
         return pa.string()
     return pa.binary() if pa.types.is_binary_view(kind) else kind
@@ -94,7 +94,7 @@ def _table_type(kind: Any, format: str) -> Any:  # noqa: ANN401, PLR0911
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return pa.list_(pa.field("element", _table_type(kind.value_type, format)))
     if types.is_struct(kind):
-        return pa.struct([pa.field(each.name, _table_type(each.type, format)) for each in kind])
+        return pa.struct([pa.field(field.name, _table_type(field.type, format)) for field in kind])
     raise Unsupported(f"{format} tables have no type for {kind}; leave the column out with --keep")
 
 
@@ -111,11 +111,11 @@ def _table_integer(kind: Any, format: str) -> Any:  # noqa: ANN401
     }.get(kind, kind)
 
 
-def conformed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Convert a batch to the written schema, without loss.
+def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Convert a batch to the schema that is written, without loss.
 
     Raises:
-        ContractError: Its columns are others, or a value does not fit.
+        ContractError: The columns differ, or a value does not fit its type.
     """
     if batch.schema.names != schema.names:
         raise ContractError(
@@ -137,19 +137,19 @@ def conformed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def group_rows(schema: pa.Schema) -> int:
-    """Rows of a row group, from the types alone, so that equal rows give equal files."""
-    width = sum(_width(each.type) for each in schema) or 1
+    """Return the rows of a row group; types alone decide, so that equal rows give equal files."""
+    width = sum(_value_bytes(field.type) for field in schema) or 1
     rows = min(GROUP_BYTES // width, GROUP_ROWS_MAX)
     return max(rows, GROUP_ROWS_MIN)
 
 
-def _width(kind: Any) -> int:  # noqa: ANN401
+def _value_bytes(kind: Any) -> int:  # noqa: ANN401
     if isinstance(kind, pa.BaseExtensionType):
-        return _width(kind.storage_type)
+        return _value_bytes(kind.storage_type)
     if pa.types.is_fixed_size_list(kind):
-        return int(kind.list_size) * _width(kind.value_type)
+        return int(kind.list_size) * _value_bytes(kind.value_type)
     if pa.types.is_struct(kind):
-        return sum(_width(each.type) for each in kind)
+        return sum(_value_bytes(field.type) for field in kind)
     try:
         return int(max(kind.bit_width // 8, 1))
     except ValueError:
@@ -157,10 +157,10 @@ def _width(kind: Any) -> int:  # noqa: ANN401
 
 
 def check_columns(option: str, names: Sequence[str], schema: pa.Schema) -> None:
-    """Check that columns of an option are in the output, each once.
+    """Check that the columns of an option are in the output, and that none is given twice.
 
     Raises:
-        ConfigError: One is not.
+        ConfigError: A column is missing or given twice.
     """
     if len(set(names)) != len(names):
         raise ConfigError(f"{option} has a column twice: {', '.join(names)}")
@@ -175,8 +175,8 @@ def check_partitions(names: Sequence[str], schema: pa.Schema) -> None:
     """Check the columns of `partition_by`.
 
     Raises:
-        ConfigError: A column is missing or has a type that is not exact as text, or no other column
-            remains.
+        ConfigError: A column is missing, has a type that is not exact as text, or no column remains
+            for the files.
     """
     check_columns("partition_by", names, schema)
     for name in names:

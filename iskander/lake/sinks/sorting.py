@@ -1,8 +1,8 @@
 """External sort of all results with DuckDB; needs the library `duckdb`.
 
 Rows with equal keys keep their order, so that the result depends on the rows alone. Nulls come
-last. DuckDB gets columns by position, because its names ignore case. Types that it would change go
-in as integers or floats of the same order.
+last. Columns are named by position for DuckDB, because its names ignore case. Types that DuckDB
+would change are passed as integers or floats with the same order.
 
 Runs in: the operator's tool, one thread, and the threads of DuckDB.
 """
@@ -25,10 +25,10 @@ _POSITION: Final = "position"
 
 
 def check_sort(sort_by: Sequence[str], schema: pa.Schema) -> None:
-    """Check that DuckDB is installed and gives the columns back as they are.
+    """Check that DuckDB is installed, and that it returns the columns unchanged.
 
     Raises:
-        ConfigError: The library is not installed, or a key has values inside of values.
+        ConfigError: The library is not installed, or a key has a nested type.
         Unsupported: DuckDB does not have the type of a column.
     """
     duckdb = _library()
@@ -37,19 +37,19 @@ def check_sort(sort_by: Sequence[str], schema: pa.Schema) -> None:
         if pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType):
             raise ConfigError(f"sort_by has {name!r} with the type {kind}, which has no order")
     with duckdb.connect() as connection:
-        for each in schema:
-            one = pa.schema([pa.field("c0", _sort_type(each.type))])
+        for field in schema:
+            one = pa.schema([pa.field("c0", _sort_type(field.type))])
             try:
                 connection.register("one", one.empty_table())
                 found = _reader(connection.execute("select c0 from one"), 1).schema[0].type
-                pa.nulls(0, found).cast(one[0].type).cast(each.type)
+                pa.nulls(0, found).cast(one[0].type).cast(field.type)
                 is_exact = _is_exact(one[0].type, found)
             except (duckdb.Error, pa.ArrowException):
                 is_exact = False
             if not is_exact:
                 raise Unsupported(
-                    f"sort_by is not possible with column {each.name!r} of type {each.type}; leave "
-                    "it out with --keep"
+                    f"sort_by is not possible with column {field.name!r} of type {field.type}; "
+                    "leave it out with --keep"
                 )
 
 
@@ -62,7 +62,7 @@ def sorted_batches(
     batch_rows: int,
     memory_bytes: int = MEMORY_BYTES,
 ) -> Generator[pa.RecordBatch, None, None]:
-    """Sort batches.
+    """Yield the rows of batches in sorted order.
 
     Args:
         batches: Rows in the order that decides between equal keys.
@@ -74,7 +74,7 @@ def sorted_batches(
 
     Raises:
         OutputError: The temporary files cannot be written.
-        Exception: An error of `batches`.
+        Exception: The error that `batches` raised.
     """
     duckdb = _library()
     failures: list[Exception] = []
@@ -88,22 +88,22 @@ def sorted_batches(
     settings = {
         "memory_limit": f"{memory_bytes // 1024}KiB",
         "temp_directory": folder,
-        # Each thread keeps blocks of its own in memory.
+        # Every thread keeps its own blocks in memory.
         "threads": str(max(1, min(os.cpu_count() or 1, memory_bytes // THREAD_BYTES))),
         "preserve_insertion_order": "false",
     }
     try:
         with duckdb.connect(config=settings) as connection:
             reader = pa.RecordBatchReader.from_batches(
-                inner, _numbered(_kept(batches, failures), inner)
+                inner, _with_positions(_store_error(batches, failures), inner)
             )
             connection.register("rows", reader)
             result = connection.execute(f"select {columns} from rows order by {order}")
-            for each in _reader(result, batch_rows):
+            for batch in _reader(result, batch_rows):
                 arrays = [
                     array.cast(inner_field.type).cast(field.type)
                     for array, inner_field, field in zip(
-                        each.columns, list(inner)[:-1], schema, strict=True
+                        batch.columns, list(inner)[:-1], schema, strict=True
                     )
                 ]
                 yield pa.RecordBatch.from_arrays(arrays, schema=schema)
@@ -113,8 +113,10 @@ def sorted_batches(
         raise OutputError(f"{folder}: cannot sort the output: {error}", output=folder) from error
 
 
-def _kept(batches: Iterator[pa.RecordBatch], failures: list[Exception]) -> Iterator[pa.RecordBatch]:
-    """Keep the error of an iterator, because DuckDB passes only its text on."""
+def _store_error(
+    batches: Iterator[pa.RecordBatch], failures: list[Exception]
+) -> Iterator[pa.RecordBatch]:
+    """Store the error of an iterator in `failures`, because DuckDB passes on only its text."""
     try:
         yield from batches
     except Exception as error:
@@ -122,17 +124,21 @@ def _kept(batches: Iterator[pa.RecordBatch], failures: list[Exception]) -> Itera
         raise
 
 
-def _numbered(batches: Iterator[pa.RecordBatch], inner: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _with_positions(
+    batches: Iterator[pa.RecordBatch], inner: pa.Schema
+) -> Iterator[pa.RecordBatch]:
     start = 0
-    for each in batches:
-        arrays = [array.cast(field.type) for array, field in zip(each.columns, inner, strict=False)]
-        position = pa.arange(start, start + each.num_rows)
-        start += each.num_rows
+    for batch in batches:
+        arrays = [
+            array.cast(field.type) for array, field in zip(batch.columns, inner, strict=False)
+        ]
+        position = pa.arange(start, start + batch.num_rows)
+        start += batch.num_rows
         yield pa.RecordBatch.from_arrays([*arrays, position], schema=inner)
 
 
 def _sort_type(kind: Any) -> Any:  # noqa: ANN401
-    """Type in DuckDB: it drops units of times, and has no half floats."""
+    """Return the type for DuckDB, which drops units of times and has no half floats."""
     if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
         return pa.int64()
     if pa.types.is_date64(kind):
@@ -161,7 +167,7 @@ def _is_exact(wanted: Any, found: Any) -> bool:  # noqa: ANN401
 
 
 def _reader(result: Any, rows: int) -> Any:  # noqa: ANN401
-    """Read a result in batches; the method has another name since DuckDB 1.5."""
+    """Read a result in batches, by a method that DuckDB renamed in version 1.5."""
     if hasattr(result, "to_arrow_reader"):
         return result.to_arrow_reader(rows)
     return result.fetch_record_batch(rows)

@@ -1,7 +1,7 @@
 """Staged units: written, synced and renamed, one folder for each unit.
 
-A staged unit is invisible to readers of the output, because names that begin with `_` or `.` belong
-to writers. Staging it again replaces it.
+A staged unit is invisible to readers of the output, because they ignore names that begin with `_`
+or `.`. A unit that is staged again replaces the earlier one.
 
 Runs in: the operator's tool; `stage` may be called from several threads, each with its own unit.
 """
@@ -25,7 +25,7 @@ from iskander import __version__
 from iskander.errors import Cancelled
 from iskander.lake.errors import JobConflict
 from iskander.lake.journal import Finished
-from iskander.lake.plan import Plan, Unit, canonical
+from iskander.lake.plan import JobPlan, Unit, canonical
 from iskander.lake.sinks.errors import OutputError
 from iskander.lake.sinks.schemas import group_rows
 from iskander.lake.sinks.sorting import sorted_batches
@@ -33,22 +33,22 @@ from iskander.lake.sinks.storage import Storage, writing
 from iskander.lake.sinks.writing import Layout, Staged, UnitWriter
 
 JOINED: Final = "joined"
-"""Folder of the files that a commit makes of all units."""
+"""Name of the folder with the files that a commit makes of all units."""
 PARTIAL: Final = ".partial"
 SORT: Final = "sort"
-"""Folder of the temporary files of a sort, in the state folder."""
+"""Name of the folder for temporary files of a sort, in the state folder."""
 ABORT_S: Final = 10.0
-"""Longest wait of `abort` for threads that write; a disk may hang."""
+"""Limit of the time that `abort` waits for threads that write; a disk may hang."""
 FINGERPRINT: Final = "iskander.fingerprint"
 """Key of the plan's fingerprint in the origin of the results."""
 
 
 EXECUTION: Final = ("batch_rows", "max_batch_rows", "providers", "runtime", "threads")
-"""Values of the plan in the origin of the results."""
+"""Names of the plan's values that are in the origin of the results."""
 
 
-def provenance(plan: Plan) -> dict[str, str]:
-    """Origin of the results, as key-value metadata."""
+def provenance(plan: JobPlan) -> dict[str, str]:
+    """Return the origin of the results, as key-value metadata."""
     execution = {f"iskander.{name}": str(plan.values.get(name, "unknown")) for name in EXECUTION}
     return {
         **execution,
@@ -67,11 +67,11 @@ class Staging:
     Args:
         storage: Storage of the output.
         folder: Folder of the staged units; no other job uses it.
-        layout: Form of the output's files.
-        state_folder: Local folder for the temporary files of a sort; they survive a killed process
+        layout: Layout of the output's files.
+        state_folder: Local folder for the temporary files of a sort. Files of a killed process stay
             until the next sort or `remove`.
-        is_joined: Units become other files at the commit, by `join`, so that they are staged as
-            Arrow IPC files.
+        is_joined: Whether a commit joins all units to new files; units are then staged as Arrow IPC
+            files.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class Staging:
         self._reset()
 
     def _reset(self) -> None:
-        """Begin without writers, under a name of partial units that no other process uses."""
+        """Start without writers, and with a name for partial units that no other process uses."""
         self._token = secrets.token_hex(4)
         self._changed = threading.Condition()
         self._writing = 0
         self._is_aborted = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Attributes for another process, which writes units of the same job."""
+        """Return the attributes for another process that writes units of the same job."""
         return {name: value for name, value in vars(self).items() if name != "_changed"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ class Staging:
         """Write a unit.
 
         Raises:
-            OutputError: The system rejects to write. Nothing of the unit remains.
+            OutputError: The unit cannot be written; nothing of it remains.
             Cancelled: The job was aborted.
         """
         return self._write(unit.index, unit.name, self._unit_layout, batches)
@@ -128,7 +128,7 @@ class Staging:
         return Staged(unit.index, path, finished.rows_out, finished.bytes)
 
     def complete(
-        self, plan: Plan, staged: Sequence[Staged], check: Callable[[], None]
+        self, plan: JobPlan, staged: Sequence[Staged], check: Callable[[], None]
     ) -> dict[str, int]:
         """Verify all units, and join them if the output needs it.
 
@@ -162,7 +162,7 @@ class Staging:
         return {f"{JOINED}/{path}": size for path, size in self.files(JOINED).items()}
 
     def files(self, name: str) -> dict[str, int]:
-        """Bytes of the files of a staged unit by path below its folder."""
+        """Return the bytes of the files of a staged unit, by path below its folder."""
         return self.storage.files(f"{self.folder}/{name}")
 
     def write_empty(self) -> str:
@@ -171,7 +171,7 @@ class Staging:
         return f"{JOINED}/{next(iter(self.files(JOINED)))}"
 
     def rows(self, path: str) -> int:
-        """Rows of a Parquet file below the folder."""
+        """Return the number of rows of a Parquet file below the folder."""
         path = f"{self.folder}/{path}"
         with (
             writing(path, failure="cannot read"),
@@ -180,7 +180,7 @@ class Staging:
             return int(pq.read_metadata(file).num_rows)
 
     def remove_partial(self) -> None:
-        """Delete what processes that were killed wrote of units."""
+        """Delete the incomplete units of processes that were killed."""
         with writing(self.folder, failure="cannot delete"):
             for name in self.storage.names(self.folder):
                 if name.endswith(PARTIAL):
@@ -201,7 +201,7 @@ class Staging:
 
     def _join(self, units: Sequence[Unit], check: Callable[[], None]) -> None:
         """Write all rows to the files of the output, in the order of units or of keys."""
-        rows = self._rows(units, check)
+        rows = self._read_staged(units, check)
         if not self.layout.sort_by:
             self._write(-1, JOINED, self.layout, rows, name="part-00000")
             return
@@ -219,7 +219,9 @@ class Staging:
                     batch_rows=group_rows(self.layout.schema),
                 )
             ) as ordered:
-                self._write(-1, JOINED, self.layout, _checked(ordered, check), name="part-00000")
+                self._write(
+                    -1, JOINED, self.layout, _check_between(ordered, check), name="part-00000"
+                )
         finally:
             self._remove_sort()
 
@@ -227,12 +229,12 @@ class Staging:
         shutil.rmtree(self._sort_folder, ignore_errors=True)
 
     @contextmanager
-    def _active(self, target: str) -> Iterator[None]:
-        """Write to disk; `abort` waits for the end of the block.
+    def _while_writing(self, target: str) -> Iterator[None]:
+        """Mark the block as writing to disk, so that `abort` waits for its end.
 
         Raises:
             Cancelled: The job was aborted.
-            OutputError: The system rejects to write.
+            OutputError: A write in the block failed.
         """
         with self._changed:
             if self._is_aborted:
@@ -257,30 +259,32 @@ class Staging:
         is_empty: bool = False,
     ) -> Staged:
         target = f"{self.folder}/{folder}"
-        # The store of objects publishes each file as a whole.
+        # An object store publishes a file as a whole, so no partial name is needed.
         partial = f"{target}.{self._token}{PARTIAL}" if self.storage.is_local else target
-        with self._active(target):
+        with self._while_writing(target):
             self.storage.remove_folder(partial)
         try:
             with UnitWriter(self.storage, partial, name or folder, layout) as writer:
                 for batch in batches:
-                    with self._active(target):
+                    with self._while_writing(target):
                         writer.write(batch)
-                with self._active(target):
+                with self._while_writing(target):
                     files = writer.finish()
                     if is_empty:
                         writer.write_empty()
                     self.storage.publish(partial, target)
         except Exception:
-            # Space for the next attempt. An object store creates the folder around a deleted one.
+            # Frees the space. An object store creates the parent of a deleted folder again.
             with suppress(OSError):
                 self.storage.remove_folder(self.folder if self._is_aborted else partial)
             raise
         return Staged(
-            index, target, sum(each.rows for each in files), sum(each.bytes for each in files)
+            index, target, sum(each.rows for each in files), sum(file.bytes for file in files)
         )
 
-    def _rows(self, units: Sequence[Unit], check: Callable[[], None]) -> Iterator[pa.RecordBatch]:
+    def _read_staged(
+        self, units: Sequence[Unit], check: Callable[[], None]
+    ) -> Iterator[pa.RecordBatch]:
         """Read the staged units in order."""
         for unit in units:
             check()
@@ -294,24 +298,24 @@ class Staging:
                             yield reader.get_batch(index).replace_schema_metadata(None)
 
 
-def _checked(
+def _check_between(
     batches: Iterator[pa.RecordBatch], check: Callable[[], None]
 ) -> Iterator[pa.RecordBatch]:
-    for each in batches:
+    for batch in batches:
         check()
-        yield each
+        yield batch
 
 
 def check_others(staging: Staging, prefix: str, *, is_restart: bool) -> None:
-    """Check that no other job has staged units for the same output; a restart deletes them.
+    """Check that no other job has staged units for the same output; delete them for a restart.
 
     Args:
         staging: Staged units of this job.
-        prefix: Beginning of the names of all staging folders beside it.
-        is_restart: Delete the others.
+        prefix: Prefix of the names of all staging folders of the output.
+        is_restart: Delete the units of other jobs.
 
     Raises:
-        JobConflict: Another job has.
+        JobConflict: Another job has staged units.
     """
     storage = staging.storage
     folder, _, own = staging.folder.rpartition("/")

@@ -42,13 +42,13 @@ class _Target(Protocol):
 def writing(
     path: str, *others: type[Exception], failure: str = "cannot write", advice: str = RESUMABLE
 ) -> Iterator[None]:
-    """Convert errors of the system to `OutputError` with the path.
+    """Convert errors of the system during the block to `OutputError` with the path.
 
     Args:
         path: File, folder or table.
         others: Errors of a library that writes.
-        failure: What failed, before the error in the message.
-        advice: What to do, after the error.
+        failure: Text about what failed, before the error in the message.
+        advice: Text about what to do, after the error in the message.
 
     Raises:
         OutputError: Any error of the system, of pyarrow, or of `others`.
@@ -63,7 +63,7 @@ class OutputFile(io.RawIOBase):
     """A file that counts the bytes that pass through it.
 
     Args:
-        target: File of the bytes.
+        target: File to which the bytes are written.
         is_synced: Sync the file to disk at `finish`.
     """
 
@@ -94,13 +94,13 @@ class OutputFile(io.RawIOBase):
         return view.nbytes
 
     def flush(self) -> None:
-        """Pass buffered bytes on."""
-        # The base class calls this at its own close, after the target is closed too.
+        """Flush the target."""
+        # The base class calls `flush` when it is closed, even after the target was closed.
         if not self._is_dead and not self._is_finished:
             self._target.flush()
 
     def finish(self) -> None:
-        """Put the bytes on disk and close the file."""
+        """Sync the file to disk if it is to be synced, and close it."""
         try:
             self._target.flush()
             if self._is_synced:
@@ -116,7 +116,7 @@ class OutputFile(io.RawIOBase):
         self._is_dead = True
 
     def abandon(self) -> None:
-        """Close the file, whose contents are of no use."""
+        """Close the file without further writes; its contents are not used."""
         self._is_dead = True
         with suppress(OSError, pa.ArrowException):
             self._target.close()
@@ -144,7 +144,7 @@ class Storage:
         """Return the sorted names in a folder; none if it does not exist."""
         selector = pafs.FileSelector(folder, allow_not_found=True)
         found = infos_below(self.filesystem, selector)
-        return sorted(each.base_name for each in found if each.base_name)
+        return sorted(info.base_name for info in found if info.base_name)
 
     def files(self, folder: str) -> dict[str, int]:
         """Return bytes of all files below a folder by relative path, sorted by path."""
@@ -158,7 +158,7 @@ class Storage:
         }
 
     def create(self, path: str) -> OutputFile:
-        """Open a new file, with its folders."""
+        """Create a file and the folders above it, and open it."""
         if not self.is_local:
             return OutputFile(self.filesystem.open_output_stream(path), is_synced=False)
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -178,7 +178,7 @@ class Storage:
             self._replace(partial, path)
 
     def publish(self, partial: str, folder: str) -> None:
-        """Give a folder that is complete its final name; an object store has it already."""
+        """Rename a complete folder to its final name, unless it has that name already."""
         if partial == folder:
             return
         os.makedirs(partial, exist_ok=True)
@@ -245,7 +245,7 @@ class Storage:
 
 
 def storage_of(uri: str) -> tuple[Storage, str]:
-    """Find the storage of an output and its path there.
+    """Return the storage of an output, and its path in the storage.
 
     Raises:
         OutputError: The scheme is unknown or its options are not valid.
@@ -279,11 +279,11 @@ class Record:
         return str(self.values.get("state", ""))
 
     def load(self, fingerprint: str) -> bool:
-        """Read the record; False if there is none of this job.
+        """Read the record of this job into `values`; return False if there is none.
 
         Raises:
-            JobConflict: It is damaged.
-            OutputError: The system rejects to read it.
+            JobConflict: The record is damaged.
+            OutputError: The record cannot be read.
         """
         values = self.peek()
         if values.get("fingerprint") != fingerprint:
@@ -292,11 +292,11 @@ class Record:
         return True
 
     def peek(self) -> dict[str, Any]:
-        """Read the record of any job; empty if there is none.
+        """Return the values of the record of any job; empty if there is none.
 
         Raises:
-            JobConflict: It is damaged.
-            OutputError: The system rejects to read it.
+            JobConflict: The record is damaged.
+            OutputError: The record cannot be read.
         """
         with writing(str(self._path), failure="cannot read"):
             try:
@@ -312,10 +312,10 @@ class Record:
         return values
 
     def save(self, **values: Any) -> None:  # noqa: ANN401
-        """Change values; they are on disk when this returns.
+        """Change values, which are on disk when this returns.
 
         Raises:
-            OutputError: The system rejects to write.
+            OutputError: The record cannot be written.
         """
         changed = {**self.values, **values}
         with writing(str(self._path)):
@@ -327,7 +327,7 @@ class Record:
         """Delete the record, and the folder if nothing else is in it.
 
         Raises:
-            OutputError: The system rejects to delete it.
+            OutputError: The record cannot be deleted.
         """
         with writing(str(self._path), failure="cannot delete"):
             self._path.unlink(missing_ok=True)
@@ -337,7 +337,7 @@ class Record:
 
 
 def sync_folder(folder: str) -> None:
-    """Put new and renamed entries of a folder on disk, where the system can."""
+    """Write new and renamed entries of a folder to disk, if the system supports that."""
     if sys.platform == "win32":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,7 +1,7 @@
 """Arrow IPC stream on standard output: units in order, no staging.
 
-Batches are written as they come, because a reader waits for them; a block of fixed length would
-delay them. The reader sees an incomplete job as a stream without its end.
+A batch is written when it arrives: a reader waits for it, and joining batches to blocks would delay
+it. The reader recognizes an incomplete job by a stream without its end.
 
 Runs in: the operator's tool; `stage` is called from several threads, and waits for earlier units.
 """
@@ -18,8 +18,8 @@ import pyarrow as pa
 from iskander.errors import Cancelled, ConfigError
 from iskander.lake.job import Job
 from iskander.lake.journal import Finished
-from iskander.lake.plan import Plan, Unit
-from iskander.lake.sinks.schemas import conformed, plain_schema
+from iskander.lake.plan import JobPlan, Unit
+from iskander.lake.sinks.schemas import conform, plain_schema
 from iskander.lake.sinks.staging import provenance
 from iskander.lake.sinks.storage import OutputFile, writing
 from iskander.lake.sinks.writing import Staged, compression_of
@@ -55,11 +55,11 @@ class StreamSink:
         self._next = 0
         self._failure: str | None = None
 
-    def is_complete(self, plan: Plan) -> bool:
-        """Return False: nothing tells what a reader received."""
+    def is_complete(self, plan: JobPlan) -> bool:
+        """Return False, because it is unknown what a reader received."""
         return False
 
-    def prepare(self, plan: Plan, schema: pa.Schema, *, is_resumed: bool) -> None:
+    def prepare(self, plan: JobPlan, schema: pa.Schema, *, is_resumed: bool) -> None:
         """Write the schema; see `Sink.prepare`."""
         assert not is_resumed, "a stream cannot be resumed"
         self._schema = plain_schema(schema)
@@ -78,14 +78,14 @@ class StreamSink:
     def stage(self, unit: Unit, batches: Iterator[pa.RecordBatch]) -> Staged:
         """Write a unit after the units before it; see `Stager.stage`.
 
-        A unit that failed cannot be staged again, because a part of it was written.
+        A unit that failed cannot be staged again, because some of its rows were written.
 
         Raises:
             Cancelled: An earlier unit failed, or the job was aborted.
         """
         assert self._schema is not None, "prepare comes first"
         with self._turn:
-            # Without a limit: the runner aborts a job that makes no progress.
+            # The wait needs no limit: the runner aborts a job that makes no progress.
             self._turn.wait_for(lambda: self._next == unit.index or self._failure is not None)
             if self._failure is not None:
                 raise Cancelled(f"{unit.name}: not written, because {self._failure}")
@@ -93,7 +93,7 @@ class StreamSink:
         is_complete = False
         try:
             for batch in batches:
-                part = conformed(batch, self._schema)
+                part = conform(batch, self._schema)
                 with writing(PLACE):
                     self._writer.write_batch(part)
                     self._file.flush()
@@ -113,7 +113,7 @@ class StreamSink:
         return None
 
     def commit(
-        self, plan: Plan, staged: Sequence[Staged], *, check: Callable[[], None] = lambda: None
+        self, plan: JobPlan, staged: Sequence[Staged], *, check: Callable[[], None] = lambda: None
     ) -> None:
         """Write the end of the stream; see `Sink.commit`."""
         if self._writer is None:
@@ -125,7 +125,7 @@ class StreamSink:
             self._file.flush()
 
     def abort(self) -> None:
-        """End all waits; the stream gets no end, so that its reader sees an error."""
+        """End all waits. The end of the stream is not written, so that its reader fails."""
         with self._turn:
             self._failure = self._failure or "the job was aborted"
             self._turn.notify_all()
@@ -133,4 +133,4 @@ class StreamSink:
         self._writer = None
 
     def finish(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because nothing is kept for a repeated commit."""

@@ -1,8 +1,8 @@
 """Files with equal bytes for equal rows, in Parquet, CSV and Arrow IPC.
 
 Rows are cut into blocks whose length depends on the schema only; a block is a row group or a record
-batch. Bytes therefore do not depend on the batches that come in, and all options that pyarrow may
-change are set here. Partitions, new files and open files follow from the blocks too.
+batch. The bytes therefore do not depend on the batches that are written. All options whose default
+pyarrow may change are set here. Blocks alone decide about partitions, new files and open files too.
 
 Runs in: the operator's tool, threads of one process; one writer belongs to one thread.
 """
@@ -21,22 +21,22 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
 from iskander.errors import ConfigError, ContractError, LimitExceeded, Unsupported
-from iskander.lake.sinks.schemas import conformed, group_rows
+from iskander.lake.sinks.schemas import conform, group_rows
 from iskander.lake.sinks.storage import OutputFile, Storage, writing
 
 HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 PARTITIONS_MAX: Final = 10_000
-"""Partitions of one unit."""
+"""Limit of the partitions of one unit."""
 OPEN_MAX: Final = 32
-"""Open files of one unit; another file closes the one that was written least recently."""
+"""Limit of the open files of a unit; above it, the least recently written file is closed."""
 BUFFERED_BLOCKS: Final = 8
-"""Blocks of rows that wait for their partitions' files."""
+"""Limit of the rows, in blocks, that wait to be written to the files of partitions."""
 COMPRESSIONS: Final = {
     "parquet": ("zstd", "snappy", "gzip", "lz4", "none"),
     "ipc": ("none", "lz4", "zstd"),
     "csv": ("none", "gzip", "zstd"),
 }
-"""Compressions of each format; the first is the default."""
+"""Compressions of a format; the first one is its default."""
 ENDINGS: Final = {
     ".parquet": ("parquet", None),
     ".pq": ("parquet", None),
@@ -47,12 +47,12 @@ ENDINGS: Final = {
     ".ipc": ("ipc", None),
     ".feather": ("ipc", None),
 }
-"""Format and compression of each end of a file name."""
+"""Format and compression for an end of a file name; None: the end implies no compression."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Contents and form of the files of an output.
+    """Columns, format and partitions of the files of an output.
 
     Attributes:
         schema: Columns, without metadata.
@@ -60,9 +60,9 @@ class Layout:
         format: `parquet`, `csv` or `ipc`.
         compression: One of `COMPRESSIONS`.
         partition_by: Columns of hive folders.
-        has_partition_columns: Whether files contain the columns of their folders too.
+        has_partition_columns: Whether files contain the partition columns too.
         sort_by: Columns that the files of a finished output are sorted by.
-        file_bytes: Bytes after which a file ends; None for one file.
+        file_bytes: Bytes after which a new file begins; None for a single file.
     """
 
     schema: pa.Schema
@@ -79,11 +79,11 @@ class Layout:
         """Columns of one file."""
         if self.has_partition_columns:
             return self.schema
-        return pa.schema([each for each in self.schema if each.name not in self.partition_by])
+        return pa.schema([column for column in self.schema if column.name not in self.partition_by])
 
     @property
     def ending(self) -> str:
-        """End of file names."""
+        """End of the names of files."""
         if self.format == "csv":
             return {"none": ".csv", "gzip": ".csv.gz", "zstd": ".csv.zst"}[self.compression]
         return ".arrow" if self.format == "ipc" else ".parquet"
@@ -91,11 +91,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Staged:
-    """A unit whose output is complete, but not committed.
+    """A unit whose files are complete, but not committed.
 
     Attributes:
         index: Index of the unit.
-        path: Folder of its files.
+        path: Folder of the files.
         rows: Rows in all files.
         bytes: Bytes of all files.
     """
@@ -116,10 +116,10 @@ class WrittenFile:
 
 
 def compression_of(format: str, wanted: str | None) -> str:
-    """Return the compression for a format; None is its default.
+    """Return the wanted compression of a format, or its default for None.
 
     Raises:
-        ConfigError: The format does not have it.
+        ConfigError: The format does not have the wanted compression.
     """
     known = COMPRESSIONS[format]
     if wanted is None:
@@ -132,7 +132,7 @@ def compression_of(format: str, wanted: str | None) -> str:
 
 
 def format_of(name: str) -> tuple[str, str | None] | None:
-    """Format and compression of a file name; None if its end is unknown."""
+    """Return format and compression by the end of a file name; None if the end is unknown."""
     lower = name.lower()
     for end in sorted(ENDINGS, key=len, reverse=True):
         if lower.endswith(end) and len(lower) > len(end):
@@ -141,22 +141,22 @@ def format_of(name: str) -> tuple[str, str | None] | None:
 
 
 def check_csv(schema: pa.Schema) -> None:
-    """Check that CSV can have the columns.
+    """Check that CSV can represent the columns.
 
     Raises:
-        Unsupported: A column has values inside of values, or bytes.
+        Unsupported: A column has a nested type or an extension type.
     """
-    for each in schema:
-        kind = each.type
+    for column in schema:
+        kind = column.type
         if pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType):
             raise Unsupported(
-                f"output column {each.name!r} has the type {kind}, which CSV cannot have; write "
+                f"output column {column.name!r} has the type {kind}, which CSV cannot have; write "
                 "Parquet, or leave the column out with --keep"
             )
 
 
 class Blocks:
-    """Cuts and joins batches to tables of an exact number of rows, each column in one chunk.
+    """Cuts and joins batches to tables with an exact number of rows, and one chunk a column.
 
     Args:
         schema: Columns of the batches.
@@ -170,7 +170,7 @@ class Blocks:
         self._count = 0
 
     def add(self, batch: pa.RecordBatch) -> Iterator[pa.Table]:
-        """Return the blocks that a batch completes."""
+        """Add a batch; yield the blocks that it completes."""
         offset = 0
         while offset < batch.num_rows:
             part = batch.slice(offset, self._rows - self._count)
@@ -181,7 +181,7 @@ class Blocks:
                 yield self._block()
 
     def rest(self) -> Iterator[pa.Table]:
-        """Return the last block, if it has rows."""
+        """Yield the last, shorter block, if it has rows."""
         if self._count:
             yield self._block()
 
@@ -195,8 +195,8 @@ class FileWriter:
     """Writer of one file.
 
     Args:
-        file: File of the bytes; it is finished or abandoned here.
-        layout: Form of the file.
+        file: File to which the bytes are written; the writer finishes or abandons it.
+        layout: Layout of the file.
         schema: Columns of the file.
     """
 
@@ -217,16 +217,16 @@ class FileWriter:
         if layout.format == "parquet":
             names = self._schema.names
             keys = [name for name in layout.sort_by if name in names]
-            # A prefix of the order only: rows are not sorted by a later column alone.
+            # All sort columns must be in the file: rows are not sorted by later columns alone.
             is_sorted = bool(keys) and tuple(keys) == layout.sort_by
             return pq.ParquetWriter(
                 self.file,
                 self._schema,
                 version="2.6",
                 compression=layout.compression,
-                # Scores rarely repeat, so that a dictionary of them is built in vain.
+                # Scores rarely repeat, so a dictionary of scores would only cost time.
                 use_dictionary=[
-                    each.name for each in self._schema if not pa.types.is_floating(each.type)
+                    column.name for column in self._schema if not pa.types.is_floating(column.type)
                 ],
                 write_statistics=True,
                 data_page_version="1.0",
@@ -259,7 +259,7 @@ class FileWriter:
         if self._format == "parquet":
             self._writer.write_table(table, row_group_size=max(block.num_rows, 1))
         elif self._format == "ipc":
-            # A copy has zeros under nulls and after the last bit; slices have their neighbors.
+            # A copy has zeros under nulls and behind the last bit, where a slice has other values.
             copy = table.take(pa.arange(0, block.num_rows))
             self._writer.write_table(copy.combine_chunks())
         else:
@@ -267,7 +267,7 @@ class FileWriter:
         self.rows += block.num_rows
 
     def finish(self) -> None:
-        """Complete the file and put it on disk."""
+        """Complete the file and sync it to disk."""
         try:
             self._writer.close()
             if self._stream is not None:
@@ -278,18 +278,18 @@ class FileWriter:
         self.file.finish()
 
     def abandon(self) -> None:
-        """Close all without writing."""
+        """Close the file and its writers without further writes."""
         self.file.discard()
-        for each in (self._writer, self._stream):
-            if each is not None:
+        for stream in (self._writer, self._stream):
+            if stream is not None:
                 with suppress(OSError, pa.ArrowException):
-                    each.close()
+                    stream.close()
         self.file.abandon()
 
 
 @dataclass
 class _Partition:
-    """Rows and files of one combination of the partition columns."""
+    """Waiting rows and files of one combination of values in the partition columns."""
 
     folder: str
     waiting: list[pa.Table] = field(default_factory=list)
@@ -306,7 +306,7 @@ class UnitWriter:
         storage: Storage of the folder.
         folder: Folder of the files.
         name: Name of the files, before a number and the ending.
-        layout: Form of the files.
+        layout: Layout of the files.
     """
 
     def __init__(self, storage: Storage, folder: str, name: str, layout: Layout) -> None:
@@ -323,7 +323,7 @@ class UnitWriter:
         self._buffered = 0
 
     def __enter__(self) -> UnitWriter:
-        """Return the writer, which deletes nothing but closes all files at an error."""
+        """Return the writer; after an error in the block all files are closed but not deleted."""
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -338,51 +338,51 @@ class UnitWriter:
             ContractError: The batch does not fit the schema.
             LimitExceeded: There are too many partitions.
         """
-        for block in self._blocks.add(conformed(batch, self._layout.schema)):
+        for block in self._blocks.add(conform(batch, self._layout.schema)):
             self._write_block(block)
 
     def finish(self) -> list[WrittenFile]:
-        """Complete all files; without rows there are none."""
+        """Complete and return all files; without rows there is none."""
         for block in self._blocks.rest():
             self._write_block(block)
-        for each in self._partitions.values():
-            self._flush(each)
-            self._close(each)
+        for partition in self._partitions.values():
+            self._flush(partition)
+            self._close(partition)
         return self.files
 
     def write_empty(self) -> None:
         """Write one file without rows, with all columns."""
         self._schema = self._layout.schema
-        each = _Partition("")
+        partition = _Partition("")
         with writing(self._folder):
-            self._writer(each).write(self._layout.schema.empty_table())
-        self._close(each)
+            self._writer(partition).write(self._layout.schema.empty_table())
+        self._close(partition)
 
     def abandon(self) -> None:
-        """Close all open files, whose contents are of no use."""
-        for each in self._open.values():
-            if each.writer is not None:
-                each.writer.abandon()
+        """Close all open files without further writes; their contents are not used."""
+        for partition in self._open.values():
+            if partition.writer is not None:
+                partition.writer.abandon()
         self._open.clear()
 
     def _write_block(self, block: pa.Table) -> None:
         for folder, rows in self._split(block):
-            each = self._partitions.get(folder)
-            if each is None:
+            partition = self._partitions.get(folder)
+            if partition is None:
                 if len(self._partitions) >= PARTITIONS_MAX:
                     raise LimitExceeded(
                         f"{self._name}: more than {PARTITIONS_MAX:,} partitions in one unit; "
                         "choose columns with fewer values for --partition-by"
                     )
-                each = self._partitions[folder] = _Partition(folder)
-            each.waiting.append(rows)
-            each.rows += rows.num_rows
+                partition = self._partitions[folder] = _Partition(folder)
+            partition.waiting.append(rows)
+            partition.rows += rows.num_rows
             self._buffered += rows.num_rows
-            if each.rows >= self._block_rows:
-                self._flush(each)
+            if partition.rows >= self._block_rows:
+                self._flush(partition)
         while self._buffered > BUFFERED_BLOCKS * self._block_rows:
-            # `max` takes the first of equal ones, and dictionaries keep their order.
-            self._flush(max(self._partitions.values(), key=lambda one: one.rows))
+            # `max` returns the first of equal partitions, and dictionaries keep their order.
+            self._flush(max(self._partitions.values(), key=lambda partition: partition.rows))
 
     def _split(self, block: pa.Table) -> Iterator[tuple[str, pa.Table]]:
         """Split a block by the partition columns; rows keep their order."""
@@ -397,21 +397,21 @@ class UnitWriter:
             if isinstance(encoded, pa.ChunkedArray):
                 encoded = encoded.combine_chunks()
             codes = pc.add(pc.multiply(codes, len(encoded.dictionary)), encoded.indices)
-            # Encoded again after each column, so that the product does not overflow.
+            # The codes are encoded again after each column, so that the product does not overflow.
             codes = pc.cast(codes.dictionary_encode().indices, pa.int64())
         order = pc.sort_indices(codes)
         ordered = block.take(order)
         counts = sorted(
-            (each["values"].as_py(), each["counts"].as_py()) for each in pc.value_counts(codes)
+            (entry["values"].as_py(), entry["counts"].as_py()) for entry in pc.value_counts(codes)
         )
         start = 0
         for _, count in counts:
             rows = ordered.slice(start, count)
-            folder = "".join(f"{_quoted(name)}={self._text(name, rows)}/" for name in names)
+            folder = "".join(f"{_quoted(name)}={self._folder_text(name, rows)}/" for name in names)
             yield folder, rows.select(self._schema.names)
             start += count
 
-    def _text(self, name: str, rows: pa.Table) -> str:
+    def _folder_text(self, name: str, rows: pa.Table) -> str:
         value = rows.column(name)[0].as_py()
         if value is None:
             return HIVE_NULL
@@ -423,45 +423,46 @@ class UnitWriter:
         text = str(value).lower() if isinstance(value, bool) else str(value)
         return _quoted(text)
 
-    def _flush(self, each: _Partition) -> None:
-        """Write the rows that wait for a partition, as one row group."""
-        if not each.rows:
+    def _flush(self, partition: _Partition) -> None:
+        """Write the waiting rows of a partition, in row groups of one block."""
+        if not partition.rows:
             return
-        block = pa.concat_tables(each.waiting).combine_chunks()
-        each.waiting = []
-        self._buffered -= each.rows
-        each.rows = 0
+        block = pa.concat_tables(partition.waiting).combine_chunks()
+        partition.waiting = []
+        self._buffered -= partition.rows
+        partition.rows = 0
         limit = self._layout.file_bytes
         with writing(self._folder):
-            writer = self._writer(each)
+            writer = self._writer(partition)
             for start in range(0, block.num_rows, self._block_rows):
                 part = block.slice(start, self._block_rows)
                 writer.write(part.combine_chunks())
         if limit is not None and writer.file.bytes >= limit:
-            self._close(each)
+            self._close(partition)
 
-    def _writer(self, each: _Partition) -> FileWriter:
-        if each.writer is None:
+    def _writer(self, partition: _Partition) -> FileWriter:
+        """Return the writer of a partition; open a new file if it has none."""
+        if partition.writer is None:
             if len(self._open) >= OPEN_MAX:
                 self._close(next(iter(self._open.values())))
-            # `_` comes after the dot of the ending, so that names sort in the order of rows.
-            number = f"_{each.files:05d}" if each.files else ""
-            each.path = f"{each.folder}{self._name}{number}{self._layout.ending}"
-            file = self._storage.create(f"{self._folder}/{each.path}")
-            each.writer = FileWriter(file, self._layout, self._schema)
-            each.files += 1
-        self._open.pop(each.folder, None)
-        self._open[each.folder] = each
-        return each.writer
+            # `_` sorts after the dot of the ending, so that names sort in the order of rows.
+            number = f"_{partition.files:05d}" if partition.files else ""
+            partition.path = f"{partition.folder}{self._name}{number}{self._layout.ending}"
+            file = self._storage.create(f"{self._folder}/{partition.path}")
+            partition.writer = FileWriter(file, self._layout, self._schema)
+            partition.files += 1
+        self._open.pop(partition.folder, None)
+        self._open[partition.folder] = partition
+        return partition.writer
 
-    def _close(self, each: _Partition) -> None:
-        writer, each.writer = each.writer, None
-        self._open.pop(each.folder, None)
+    def _close(self, partition: _Partition) -> None:
+        writer, partition.writer = partition.writer, None
+        self._open.pop(partition.folder, None)
         if writer is None:
             return
-        with writing(f"{self._folder}/{each.path}"):
+        with writing(f"{self._folder}/{partition.path}"):
             writer.finish()
-        self.files.append(WrittenFile(each.path, writer.rows, writer.file.bytes))
+        self.files.append(WrittenFile(partition.path, writer.rows, writer.file.bytes))
 
 
 def _quoted(text: str) -> str:
@@ -469,7 +470,7 @@ def _quoted(text: str) -> str:
 
 
 def partition_values(path: str) -> dict[str, str | None]:
-    """Values of the hive folders of a path, as text."""
+    """Return the values of the hive folders of a path, as texts by column."""
     values: dict[str, str | None] = {}
     for folder in path.split("/")[:-1]:
         name, mark, text = folder.partition("=")

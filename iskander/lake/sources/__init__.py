@@ -19,41 +19,41 @@ from iskander.lake.plan import Unit
 from iskander.lake.positions import Position
 
 
-class Source(Protocol):
-    """An input in a frozen state, cut into units.
+class JobSource(Protocol):
+    """An input of a job, whose state is fixed when it is opened, cut into units.
 
     All methods may be called from several threads; one unit is read by one thread.
     """
 
     @property
     def schema(self) -> pa.Schema:
-        """Columns of the input, with those of hive folders at the end."""
+        """Columns of the input; columns of hive folders are at the end."""
 
     @property
     def snapshot(self) -> dict[str, str]:
-        """State of the input: equal snapshots have equal rows in equal units."""
+        """State of the input; inputs with equal snapshots have equal rows in equal units."""
 
     @property
     def decimals(self) -> frozenset[str]:
-        """Columns whose floating-point numbers are decimal text, which has no binary type."""
+        """Columns of floating-point numbers that the input has as decimal text."""
 
     @property
     def is_resumable(self) -> bool:
-        """True if a unit can be read again in another process."""
+        """Whether a unit can be read again in another process."""
 
     def units(self) -> list[Unit]:
-        """Return the units in a deterministic order; at least one, which may have no rows."""
+        """Return the units in a deterministic order: at least one, which may have no rows."""
 
     def count(self, unit: Unit, filter: Filter | None) -> int:
-        """Count the rows of a unit after the filter; reads the filter's columns at most."""
+        """Count the rows of a unit after the filter; only columns of the filter are read."""
 
     def read(
         self, unit: Unit, columns: Sequence[str] | None, filter: Filter | None, batch_rows: int
     ) -> Iterator[pa.RecordBatch]:
         """Read the rows of a unit in order.
 
-        Each batch has `batch_rows` rows, except the last one, whatever the sizes of row groups are
-        and whatever the filter removes. A unit without rows gives no batch.
+        Every batch except the last has `batch_rows` rows, whatever the sizes of row groups are and
+        whatever the filter removes. A unit without rows has no batch.
 
         Args:
             unit: A unit of this source, with or without `rows_max`.
@@ -62,14 +62,14 @@ class Source(Protocol):
             batch_rows: Rows of a batch.
 
         Raises:
-            SourceChanged: The data is not what was planned. It can come after the last batch, so
-                that no result counts before the iterator has ended.
+            SourceChanged: The data differs from the planned data. The error can come after the last
+                batch, so a result counts only after the end of the iterator.
         """
 
     def locate(self, unit: Unit, row: int, filter: Filter | None) -> Position | None:
-        """Find a row of a unit, after the filter, in its file; None if there is no such row.
+        """Return the place of row number `row` of a unit, after the filter; None if there is none.
 
-        It reads the filter's columns again at most, so it is for errors only.
+        The filter's columns are read again, so the method is for errors only.
         """
 
     def close(self) -> None:
@@ -82,18 +82,18 @@ def open_source(
     unit_bytes: int = UNIT_BYTES,
     types: Mapping[str, pa.DataType] | None = None,
     plain_files: bool = False,
-) -> Source:
-    """Open the inputs of a job and freeze their state.
+) -> JobSource:
+    """Open the inputs of a job, and fix their state.
 
     Args:
         inputs: Files, globs, folders and URIs of files; or one table; or `-`.
         unit_bytes: Approximate bytes of one unit.
-        types: Types that a model wants of columns of CSV files and hive folders, which have none of
-            their own. Each column gets a type that all its values fit.
-        plain_files: Read the files of a table as they are; without it they are an error.
+        types: Types that a model wants for columns of CSV files and hive folders, which are text. A
+            column gets a type that all its values fit.
+        plain_files: Read files of a table as plain files; otherwise such files are an error.
 
     Raises:
-        ConfigError: `plain_files` with an input that is no path of files.
+        ConfigError: `plain_files` is set, and an input is no path of files.
         SourceError: An input does not exist or cannot be read, or the inputs do not fit together.
     """
     first = inputs[0]
@@ -104,7 +104,7 @@ def open_source(
                     f"--plain-files with the input {each}, which is not a path of files"
                 )
         return _files(inputs, unit_bytes, types, plain_files=True)
-    is_table = [is_delta(each) or each.startswith(ICEBERG) or each == STREAM for each in inputs]
+    is_table = [is_delta(uri) or uri.startswith(ICEBERG) or uri == STREAM for uri in inputs]
     if len(inputs) > 1 and any(is_table):
         table = inputs[is_table.index(True)]
         raise SourceError(
@@ -131,7 +131,7 @@ def _files(
     types: Mapping[str, pa.DataType] | None,
     *,
     plain_files: bool,
-) -> Source:
+) -> JobSource:
     from iskander.lake.sources.files import FileSource
 
     return FileSource(inputs, unit_bytes=unit_bytes, types=types, plain_files=plain_files)

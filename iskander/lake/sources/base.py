@@ -1,4 +1,4 @@
-"""Source with a frozen state: the schema, snapshot and units of files and tables.
+"""Source of files and tables, whose schema, snapshot and units are fixed.
 
 Runs in: the operator's tool, threads of one process.
 """
@@ -13,11 +13,11 @@ import pyarrow as pa
 from iskander.lake.filters import Condition, Filter
 from iskander.lake.plan import Unit
 from iskander.lake.positions import Position
-from iskander.lake.sources.reading import COUNT_ROWS, needed_columns, projected, rebatched
+from iskander.lake.sources.reading import COUNT_ROWS, needed_columns, rebatch, select_fields
 
 
 class UnitReader(Protocol):
-    """Reads the units of one input; used by several threads."""
+    """Reads the units of one input; several threads use it."""
 
     def batches(
         self,
@@ -32,29 +32,29 @@ class UnitReader(Protocol):
         Args:
             unit: The unit, with or without `rows_max`.
             target: Columns of the batches.
-            needed: Columns to read: those of the target and of the filter.
+            needed: Columns to read: columns of the target and of the filter.
             condition: Condition of the rows.
-            batch_rows: Rows that the caller takes at a time.
+            batch_rows: Rows of the batches that the caller makes of these batches.
 
         Raises:
-            SourceChanged: The data is not what was planned.
+            SourceChanged: The data differs from the planned data.
         """
 
     def locate(
         self, unit: Unit, row: int, needed: pa.Schema, condition: Condition | None
     ) -> Position | None:
-        """Find a row of a unit, after the condition, in its file; see `Source.locate`.
+        """Return the place of a row of a unit, after the condition; see `JobSource.locate`.
 
         Args:
             unit: The unit.
             row: Number of the row in the unit, after the condition.
-            needed: Columns to read: those of the condition, or one.
+            needed: Columns to read: columns of the condition, or else one column.
             condition: Condition of the rows.
         """
 
 
 class FrozenSource:
-    """A source whose schema, snapshot and units are made once; see `Source`.
+    """A source whose schema, snapshot and units are given; see `JobSource`.
 
     Args:
         schema: Columns.
@@ -95,19 +95,19 @@ class FrozenSource:
     def read(
         self, unit: Unit, columns: Sequence[str] | None, filter: Filter | None, batch_rows: int
     ) -> Iterator[pa.RecordBatch]:
-        """Read a unit; see `Source.read`. Names and types are checked before the first batch."""
-        target = projected(self.schema, columns)
+        """Read a unit; see `JobSource.read`. Names and types are checked before the first batch."""
+        target = select_fields(self.schema, columns)
         condition = filter.condition(self.schema) if filter is not None else None
         names = needed_columns(target, filter)
         needed = pa.schema([self.schema.field(name) for name in names])
         batches = self._reader.batches(unit, target, needed, condition, batch_rows)
-        return rebatched(batches, batch_rows)
+        return rebatch(batches, batch_rows)
 
     def locate(self, unit: Unit, row: int, filter: Filter | None) -> Position | None:
-        """Find a row in its file; see `Source.locate`."""
+        """Return the place of a row; see `JobSource.locate`."""
         columns = filter.columns if filter is not None else self.schema.names[:1]
         condition = filter.condition(self.schema) if filter is not None else None
-        return self._reader.locate(unit, row, projected(self.schema, columns), condition)
+        return self._reader.locate(unit, row, select_fields(self.schema, columns), condition)
 
     def close(self) -> None:
-        """Nothing stays open between units."""
+        """Do nothing, because nothing stays open between units."""

@@ -1,7 +1,7 @@
 """Delta tables as input, at one version; needs the library `deltalake`.
 
-The table's log gives the data files and the values of partition columns; Parquet is read as for
-plain files. Data files of a version never change, so that their sizes identify them.
+The table's log names the data files and the values of partition columns. A data file is read like a
+plain Parquet file. Data files of a version never change, so their sizes identify them.
 Runs in: the operator's tool, threads of one process.
 """
 
@@ -22,8 +22,8 @@ from iskander.lake.job import UNIT_BYTES
 from iskander.lake.plan import canonical
 from iskander.lake.sources.base import FrozenSource
 from iskander.lake.sources.parquet import read_footer
-from iskander.lake.sources.places import Stamp, opened_as_planned
-from iskander.lake.sources.reading import FileReader, Piece, packed, target_bytes
+from iskander.lake.sources.places import Stamp, open_as_planned
+from iskander.lake.sources.reading import FileReader, Piece, pack_units, target_bytes
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 SCHEME: Final = "delta://"
 READER_VERSIONS: Final = (1, 2, 3)
 READER_FEATURES: Final = frozenset({"timestampNtz"})
-"""Features that are read right, by a test; the library opens tables with some others too."""
+"""Features that tests show to be read right. The library opens tables with other features too."""
 TIMESTAMP_UNIT: Final = "us"
-"""Unit of the protocol's timestamps."""
+"""Unit of timestamps in the Delta protocol."""
 COLUMN_MAPPING: Final = "delta.columnMapping.mode"
 _ELSEWHERE = re.compile(r"/|[A-Za-z][A-Za-z0-9+.-]*:")
 _VERSION = re.compile(r"(.*)@v(\d+)", re.DOTALL)
@@ -65,10 +65,10 @@ class DeltaSource(FrozenSource):
     def __init__(self, uri: str, *, unit_bytes: int = UNIT_BYTES) -> None:
         table, dataset = _open(uri)
         filesystem: pafs.FileSystem = dataset.filesystem
-        schema = pa.schema([pa.field(each.name, each.type) for each in dataset.schema])
+        schema = pa.schema([pa.field(field.name, field.type) for field in dataset.schema])
         files = _data_files(table)
         _require_own_files(uri, files)
-        target = target_bytes(sum(each.bytes for each in files), unit_bytes)
+        target = target_bytes(sum(file.bytes for file in files), unit_bytes)
         pieces = [piece for each in files for piece in _pieces(each, filesystem, target)]
         digest = hashlib.sha256(schema.serialize())
         for each in files:
@@ -83,7 +83,7 @@ class DeltaSource(FrozenSource):
         reader = FileReader(
             "parquet", schema, [filesystem], is_evolved=True, int96_unit=TIMESTAMP_UNIT
         )
-        super().__init__(schema, snapshot, packed(pieces, unit_bytes), reader)
+        super().__init__(schema, snapshot, pack_units(pieces, unit_bytes), reader)
 
 
 def _open(uri: str) -> tuple[DeltaTable, Any]:
@@ -108,10 +108,10 @@ def _open(uri: str) -> tuple[DeltaTable, Any]:
 
 
 def _require_supported(uri: str, table: DeltaTable) -> None:
-    """Require a table whose protocol is supported; its own library does not check all of it.
+    """Require a table whose protocol is supported; the library does not check all of it.
 
     Raises:
-        Unsupported: It is not.
+        Unsupported: The protocol is not supported.
     """
     protocol = table.protocol()
     features = set(protocol.reader_features or ())
@@ -138,10 +138,10 @@ def _require_supported(uri: str, table: DeltaTable) -> None:
 
 def _require_own_files(uri: str, files: Sequence[_DataFile]) -> None:
     """Require files below the table's folder, whose paths are relative."""
-    for each in files:
-        if _ELSEWHERE.match(each.path):
+    for file in files:
+        if _ELSEWHERE.match(file.path):
             raise Unsupported(
-                f"{uri}: Delta table that cannot be read: its file {each.path} is outside of the "
+                f"{uri}: Delta table that cannot be read: its file {file.path} is outside of the "
                 "table's folder, as in a shallow clone; make a deep clone",
                 input=uri,
             )
@@ -180,12 +180,15 @@ def _data_files(table: DeltaTable) -> list[_DataFile]:
 
 
 def _pieces(file: _DataFile, filesystem: pafs.FileSystem, target: int) -> Iterator[Piece]:
-    """Cut a file larger than the target between its row groups; other files are not opened."""
+    """Yield a file as one piece, or as its row groups if it is larger than the target.
+
+    Only larger files are opened.
+    """
     stamp = Stamp(file.bytes, None, None)
     if file.bytes <= target:
         yield Piece(0, file.path, stamp, None, file.rows, file.bytes, file.partition)
         return
-    with opened_as_planned(filesystem, file.path, stamp) as handle:
+    with open_as_planned(filesystem, file.path, stamp) as handle:
         try:
             metadata = read_footer(handle, file.path).metadata
         except (pa.ArrowException, OSError) as error:

@@ -1,9 +1,9 @@
 """Files as input: Parquet, CSV and Arrow IPC, locally and in object stores.
 
-Files are opened once at the plan: for their schema, their state, and the row groups of Parquet. CSV
-files are read as a whole, because all values decide the types of their columns. All files of a job
-have one format and one schema. Units join small files and cut large ones between row
-groups (Parquet) or record batches (Arrow IPC).
+Planning opens every file once: for its schema, its state, and the row groups of Parquet. It reads
+CSV files as a whole, because all values decide about the types of their columns. All files of a job
+have one format and one schema. A unit joins small files; large files are cut between row groups
+(Parquet) or record batches (Arrow IPC).
 
 Runs in: the operator's tool, threads of one process.
 """
@@ -30,8 +30,8 @@ from iskander.lake.sources.places import (
     Stamp,
     expand,
     locate,
-    opened,
-    opened_as_planned,
+    open_as_planned,
+    open_file,
     unquoted,
 )
 from iskander.lake.sources.reading import (
@@ -41,7 +41,7 @@ from iskander.lake.sources.reading import (
     Piece,
     csv_names,
     decimals,
-    packed,
+    pack_units,
     scan_csv,
 )
 from iskander.lake.sources.tables import COMMAND, Advice, Tables
@@ -59,15 +59,21 @@ FORMATS: Final = {
 MAGIC: Final = {b"PAR1": "parquet", b"ARROW1": "ipc"}
 HIVE_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 COUNTED_BATCHES_MAX: Final = 4096
-"""Record batches of one Arrow IPC file that are counted at the plan."""
+"""Limit of the record batches of an Arrow IPC file whose rows are counted for the plan."""
 _THREADS = 16
 _CSV_THREADS = 4
 _CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A file of the input that was not opened yet."""
+class _ListedFile:
+    """A file of the input, as listed; it was not opened yet.
+
+    Attributes:
+        filesystem: Index of the filesystem in the inputs.
+        path: Path in the filesystem.
+        hive: Values of its hive folders by column.
+    """
 
     filesystem: int
     path: str
@@ -75,10 +81,15 @@ class _Found:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    """A file's state, schema, and groups of rows and bytes.
+class _OpenedFile:
+    """What opening a file shows.
 
-    CSV has no groups, but columns with the types that its values fit; its schema has names only.
+    Attributes:
+        stamp: State of the file.
+        schema: Columns; in CSV files all are strings. None for an empty CSV file.
+        groups: Rows and bytes of each row group or record batch; None for CSV.
+        columns: Columns of a CSV file, with the types that their values fit.
+        rows: Rows of a CSV file.
     """
 
     stamp: Stamp
@@ -92,12 +103,13 @@ class FileSource(FrozenSource):
     """Files, globs and folders.
 
     Args:
-        inputs: Paths, URIs or places; their order is the order of the rows, and files of one input
-            are in the order of their paths.
+        inputs: Paths, URIs or places. Rows are in the order of the inputs, and within an input in
+            the order of the files' paths.
         unit_bytes: Approximate bytes of a unit.
-        types: Types that a model wants of columns of CSV files and hive folders.
-        plain_files: Read files of a table, such as a Delta table's, as they are; an error else.
-        advice: What that error recommends.
+        types: Types that a model wants for columns of CSV files and hive folders.
+        plain_files: Read files of a table, such as a Delta table, as plain files; otherwise such
+            files are an error.
+        advice: What the error about files of a table recommends.
 
     Raises:
         SourceError: No files, files of a table, mixed formats, different schemas, or a damaged
@@ -113,8 +125,8 @@ class FileSource(FrozenSource):
         plain_files: bool = False,
         advice: Advice = COMMAND,
     ) -> None:
-        places = [locate(each) if isinstance(each, str) else each for each in inputs]
-        found, root_count = _found(places, None if plain_files else Tables(advice))
+        places = [locate(given) if isinstance(given, str) else given for given in inputs]
+        found, root_count = _list_files(places, None if plain_files else Tables(advice))
         filesystems = [place.filesystem for place in places]
         format = _common_format(found, filesystems)
         wanted = dict(types or {})
@@ -133,15 +145,15 @@ class FileSource(FrozenSource):
         super().__init__(
             schema,
             _snapshot(format, found, files, schema),
-            packed(pieces, unit_bytes),
+            pack_units(pieces, unit_bytes),
             FileReader(format, schema, filesystems),
             decimals=decimals(format, schema, hive_types),
         )
 
 
-def _found(places: Sequence[Place], tables: Tables | None) -> tuple[list[_Found], int]:
-    """List the files of all inputs, and the number of inputs with hive folders."""
-    found: list[_Found] = []
+def _list_files(places: Sequence[Place], tables: Tables | None) -> tuple[list[_ListedFile], int]:
+    """Return the files of all inputs, and the number of inputs with hive folders."""
+    found: list[_ListedFile] = []
     seen: set[tuple[str, str]] = set()
     hive_inputs = 0
     for index, place in enumerate(places):
@@ -157,15 +169,15 @@ def _found(places: Sequence[Place], tables: Tables | None) -> tuple[list[_Found]
                 )
             seen.add(key)
             hive = {} if root is None else _hive_values(info.path[len(root) :])
-            found.append(_Found(index, info.path, hive))
-        hive_inputs += any(each.hive for each in found[-len(infos) :])
+            found.append(_ListedFile(index, info.path, hive))
+        hive_inputs += any(listed.hive for listed in found[-len(infos) :])
     if len(found) > FILES_MAX:
         raise SourceError(f"{len(found):,} files; a job reads at most {FILES_MAX:,}")
     return found, hive_inputs
 
 
 def _hive_values(path: str) -> dict[str, str | None]:
-    """Values of the folders `name=value` of a path."""
+    """Return the values of the folders `name=value` of a path, by name."""
     values: dict[str, str | None] = {}
     for folder in path.split("/")[:-1]:
         name, mark, text = folder.partition("=")
@@ -175,29 +187,29 @@ def _hive_values(path: str) -> dict[str, str | None]:
     return values
 
 
-def _common_format(found: Sequence[_Found], filesystems: Sequence[pafs.FileSystem]) -> str:
+def _common_format(found: Sequence[_ListedFile], filesystems: Sequence[pafs.FileSystem]) -> str:
     first: tuple[str, str] | None = None
-    for each in found:
-        format = _format(each, filesystems[each.filesystem])
+    for listed in found:
+        format = _format(listed, filesystems[listed.filesystem])
         if first is None:
-            first = (format, each.path)
+            first = (format, listed.path)
         elif format != first[0]:
             raise SourceError(
-                f"{each.path} is a file of format {format}, {first[1]} of format {first[0]}; "
+                f"{listed.path} is a file of format {format}, {first[1]} of format {first[0]}; "
                 "a job reads one format",
-                file=each.path,
+                file=listed.path,
             )
     assert first is not None
     return first[0]
 
 
-def _format(file: _Found, filesystem: pafs.FileSystem) -> str:
-    """Format of a file: by the end of its name, or else by its first bytes."""
+def _format(file: _ListedFile, filesystem: pafs.FileSystem) -> str:
+    """Return the format of a file: by the end of its name, or else by its first bytes."""
     name = file.path.rpartition("/")[2].lower()
     for end, format in FORMATS.items():
         if name.endswith(end):
             return format
-    handle, _ = opened(filesystem, file.path)
+    handle, _ = open_file(filesystem, file.path)
     with handle:
         start = handle.read(8)
     for magic, format in MAGIC.items():
@@ -211,15 +223,15 @@ def _format(file: _Found, filesystem: pafs.FileSystem) -> str:
 
 
 def _open_all(
-    found: Sequence[_Found],
+    found: Sequence[_ListedFile],
     filesystems: Sequence[pafs.FileSystem],
     format: str,
     types: Mapping[str, pa.DataType],
-) -> list[_Opened]:
-    """Open the files on a few threads; files with equal schemas share one object."""
+) -> list[_OpenedFile]:
+    """Open the files on a few threads; files with equal schemas share one schema object."""
     schemas: list[pa.Schema] = []
 
-    def shared(file: _Opened) -> _Opened:
+    def with_shared_schema(file: _OpenedFile) -> _OpenedFile:
         if file.schema is None:
             return file
         for schema in schemas:
@@ -229,22 +241,24 @@ def _open_all(
             schemas.append(file.schema)
         return file
 
-    def opened_one(each: _Found) -> _Opened:
+    def opened_one(each: _ListedFile) -> _OpenedFile:
         return _open(each.path, filesystems[each.filesystem], format, types)
 
-    files: list[_Opened] = []
-    # A CSV file is read as a whole, each with blocks in memory.
+    files: list[_OpenedFile] = []
+    # CSV files are read as a whole, and every open file has blocks in memory.
     threads = _CSV_THREADS if format == "csv" else _THREADS
     with ThreadPoolExecutor(threads, "plan") as executor:
         for start in range(0, len(found), _CHUNK):
-            files += map(shared, executor.map(opened_one, found[start : start + _CHUNK]))
+            files += map(
+                with_shared_schema, executor.map(opened_one, found[start : start + _CHUNK])
+            )
     return files
 
 
 def _open(
     path: str, filesystem: pafs.FileSystem, format: str, types: Mapping[str, pa.DataType]
-) -> _Opened:
-    handle, stamp = opened(filesystem, path)
+) -> _OpenedFile:
+    handle, stamp = open_file(filesystem, path)
     with handle:
         try:
             if format == "parquet":
@@ -252,68 +266,72 @@ def _open(
             if format == "ipc":
                 return _open_ipc(handle, stamp)
             if stamp.bytes == 0:
-                return _Opened(stamp, None, None)
+                return _OpenedFile(stamp, None, None)
             names = csv_names(handle, path)
-            second = opened_as_planned(filesystem, path, stamp)
+            second = open_as_planned(filesystem, path, stamp)
             with second:
                 columns, rows = scan_csv(second, path, names, types)
             schema = pa.schema([pa.field(name, pa.string()) for name in names])
-            return _Opened(stamp, schema, None, columns, rows)
+            return _OpenedFile(stamp, schema, None, columns, rows)
         except (pa.ArrowException, OSError) as error:
             detail = "the file is empty" if stamp.bytes == 0 else str(error)
             raise SourceError(f"{path}: not a valid {format} file: {detail}", file=path) from error
 
 
-def _open_parquet(handle: pa.NativeFile, path: str, stamp: Stamp) -> _Opened:
+def _open_parquet(handle: pa.NativeFile, path: str, stamp: Stamp) -> _OpenedFile:
     metadata = read_footer(handle, path).metadata
     groups: list[tuple[int | None, int]] = []
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
         groups.append((group.num_rows, group.total_byte_size))
-    # The metadata has sizes before compression; the shares of the file are about the same.
+    # The metadata has sizes before compression; a group's share of the compressed file is similar.
     total = sum(count for _, count in groups)
     scale = stamp.bytes / total if total else 0.0
     scaled = [(rows, int(count * scale)) for rows, count in groups]
-    return _Opened(stamp, _plain(metadata.schema.to_arrow_schema()), scaled)
+    return _OpenedFile(stamp, _without_metadata(metadata.schema.to_arrow_schema()), scaled)
 
 
-def _open_ipc(handle: pa.NativeFile, stamp: Stamp) -> _Opened:
+def _open_ipc(handle: pa.NativeFile, stamp: Stamp) -> _OpenedFile:
     reader = pa.ipc.open_file(handle)
     schema, count = reader.schema, reader.num_record_batches
     if not schema.names or count > COUNTED_BATCHES_MAX:
         rows: list[int | None] = [None] * count
     else:
-        # One column is enough to count, and most bytes stay unread.
+        # Counting reads the smallest column only.
         handle.seek(0)
-        options = pa.ipc.IpcReadOptions(included_fields=[_smallest(schema)])
+        options = pa.ipc.IpcReadOptions(included_fields=[_smallest_column(schema)])
         reader = pa.ipc.open_file(handle, options=options)
         rows = [reader.get_batch(index).num_rows for index in range(count)]
-    return _Opened(stamp, _plain(schema), [(each, stamp.bytes // count) for each in rows])
+    return _OpenedFile(
+        stamp,
+        _without_metadata(schema),
+        [(batch_rows, stamp.bytes // count) for batch_rows in rows],
+    )
 
 
-def _smallest(schema: pa.Schema) -> int:
-    """Index of a column that costs few bytes to read."""
-    widths = [_width(each.type) for each in schema]
+def _smallest_column(schema: pa.Schema) -> int:
+    """Return the index of the column with the fewest bytes to read."""
+    widths = [_value_bits(field.type) for field in schema]
     return widths.index(min(widths))
 
 
-def _width(kind: pa.DataType) -> int:
+def _value_bits(kind: pa.DataType) -> int:
     try:
         return int(kind.bit_width)
     except ValueError:
         return 1 << 20
 
 
-def _plain(schema: pa.Schema) -> pa.Schema:
-    """Names and types of a schema: no metadata, and each column may have nulls."""
-    return pa.schema([pa.field(each.name, each.type) for each in schema])
+def _without_metadata(schema: pa.Schema) -> pa.Schema:
+    """Return the names and types of a schema, without metadata, all columns nullable."""
+    return pa.schema([pa.field(field.name, field.type) for field in schema])
 
 
-def _common_schema(found: Sequence[_Found], files: Sequence[_Opened]) -> pa.Schema:
-    """Compare all schemas with the first one; those of CSV files may differ in their order.
+def _common_schema(found: Sequence[_ListedFile], files: Sequence[_OpenedFile]) -> pa.Schema:
+    """Return the schema that all files have; columns of CSV files may differ in order.
 
     Raises:
-        SourceError: A file has other columns or types.
+        SourceError: A file has columns or types that differ from the first file.
     """
     first = first_path = None
     seen: list[pa.Schema] = []
@@ -323,7 +341,7 @@ def _common_schema(found: Sequence[_Found], files: Sequence[_Opened]) -> pa.Sche
         if first is None or first_path is None:
             first, first_path = file.schema, each.path
         elif not any(file.schema is other for other in seen):
-            _compare(first, first_path, file.schema, each.path)
+            _require_equal(first, first_path, file.schema, each.path)
         if len(seen) < _THREADS:
             seen.append(file.schema)
     if first is None or not first.names:
@@ -331,11 +349,11 @@ def _common_schema(found: Sequence[_Found], files: Sequence[_Opened]) -> pa.Sche
     return first
 
 
-def _compare(first: pa.Schema, first_path: str, other: pa.Schema, path: str) -> None:
+def _require_equal(first: pa.Schema, first_path: str, other: pa.Schema, path: str) -> None:
     if other.equals(first):
         return
     if len(set(first.names)) != len(first.names):
-        # With two columns of one name, only the position says which is which.
+        # Two columns with the same name can be told apart by position only.
         pairs = [(each, kind) for each, kind in zip(first, other, strict=False) if each != kind]
         column = pairs[0][0].name if pairs else first.names[-1]
         raise SourceError(
@@ -362,8 +380,10 @@ def _type_text(schema: pa.Schema, name: str) -> str:
     return " and ".join(str(schema.field(index).type) for index in indices) or "absent"
 
 
-def _csv_schema(schema: pa.Schema, found: Sequence[_Found], files: Sequence[_Opened]) -> pa.Schema:
-    """Types of CSV columns, which fit the values of all files.
+def _csv_schema(
+    schema: pa.Schema, found: Sequence[_ListedFile], files: Sequence[_OpenedFile]
+) -> pa.Schema:
+    """Return the types of CSV columns, which fit the values of all files.
 
     Raises:
         SourceError: A column that a model reads has values of two types.
@@ -384,39 +404,41 @@ def _csv_schema(schema: pa.Schema, found: Sequence[_Found], files: Sequence[_Ope
 
 
 def _hive_types(
-    found: Sequence[_Found], schema: pa.Schema, wanted: Mapping[str, pa.DataType]
+    found: Sequence[_ListedFile], schema: pa.Schema, wanted: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
-    """Types of hive columns: int64 if all values are whole numbers as numbers are written.
+    """Return the types of hive columns: int64 if all values are canonical integers, else string.
 
-    Others have strings. A column that a model reads has the kind of type that the model wants.
-    A column that the files contain too is read from the files.
+    A column that a model reads has the kind of type that the model wants. A column that the files
+    contain too is read from the files, and is left out here.
 
     Raises:
-        SourceError: A file lies below other hive columns than the first one, or a value is none of
-            the wanted type.
+        SourceError: The hive columns of a file differ from those of the first file, or a value has
+            not the wanted type.
     """
     names = tuple(found[0].hive)
     columns = {
         name: Column(name, wanted.get(name), HIVE) for name in names if name not in schema.names
     }
     seen: dict[str, set[str | None]] = {name: {None} for name in columns}
-    for each in found:
-        if set(each.hive) != set(names):
+    for listed in found:
+        if set(listed.hive) != set(names):
             raise SourceError(
-                f"{each.path}: its folders have the columns {', '.join(each.hive) or 'none'}, "
+                f"{listed.path}: its folders have the columns {', '.join(listed.hive) or 'none'}, "
                 f"but those of {found[0].path} have {', '.join(names) or 'none'}",
-                file=each.path,
+                file=listed.path,
             )
         for name, column in columns.items():
-            value = each.hive[name]
+            value = listed.hive[name]
             if value not in seen[name]:
                 seen[name].add(value)
                 assert value is not None
-                column.add(pa.array([value.encode()]), each.path, None)
+                column.add(pa.array([value.encode()]), listed.path, None)
     return {name: column.type for name, column in columns.items()}
 
 
-def _pieces(found: _Found, file: _Opened, hive_types: Mapping[str, pa.DataType]) -> Iterator[Piece]:
+def _pieces(
+    found: _ListedFile, file: _OpenedFile, hive_types: Mapping[str, pa.DataType]
+) -> Iterator[Piece]:
     hive: dict[str, HiveValue] = {}
     for name, kind in hive_types.items():
         value = found.hive[name]
@@ -434,7 +456,7 @@ def _pieces(found: _Found, file: _Opened, hive_types: Mapping[str, pa.DataType])
 
 
 def _snapshot(
-    format: str, found: Sequence[_Found], files: Sequence[_Opened], schema: pa.Schema
+    format: str, found: Sequence[_ListedFile], files: Sequence[_OpenedFile], schema: pa.Schema
 ) -> dict[str, str]:
     digest = hashlib.sha256(schema.serialize())
     for each, file in zip(found, files, strict=True):

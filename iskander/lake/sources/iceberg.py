@@ -1,7 +1,7 @@
 """Iceberg tables as input, at one snapshot; needs the library `pyiceberg`.
 
-The library resolves changed schemas, partition values and deleted rows. It decodes one data file at
-a time as a whole, so that the memory of a unit is that of the read columns of its largest file.
+The library resolves changed schemas, partition values and deleted rows. It decodes a data file as a
+whole, one file at a time, so a unit needs memory for the read columns of its largest file.
 Runs in: the operator's tool, threads of one process.
 """
 
@@ -21,7 +21,7 @@ from iskander.lake.positions import Position, kept_rows
 from iskander.lake.sources.base import FrozenSource
 from iskander.lake.sources.parquet import Footer, read_footer, require_known_dates
 from iskander.lake.sources.places import Stamp
-from iskander.lake.sources.reading import Piece, packed
+from iskander.lake.sources.reading import Piece, pack_units
 
 if TYPE_CHECKING:
     from pyiceberg.schema import Schema
@@ -57,8 +57,8 @@ class IcebergSource(FrozenSource):
             snapshot_id = current.snapshot_id
         try:
             scan = table.scan(snapshot_id=snapshot_id)
-            # Without a chosen snapshot the columns are those of now, as the table's other readers
-            # see them, and not those of the time when the last snapshot was written.
+            # Without a chosen snapshot the table's current columns are read, as other readers do,
+            # and not the columns of the time when the last snapshot was written.
             projection = table.schema() if wanted is None else scan.projection()
             tasks = {task.file.file_path: task for task in scan.plan_files()}
         except ValueError as error:
@@ -80,15 +80,15 @@ class IcebergSource(FrozenSource):
             "files": str(len(tasks)),
         }
         super().__init__(
-            pa.schema([pa.field(each.name, each.type) for each in schema]),
+            pa.schema([pa.field(field.name, field.type) for field in schema]),
             snapshot,
-            packed([_piece(tasks[path]) for path in sorted(tasks)], unit_bytes),
+            pack_units([_piece(tasks[path]) for path in sorted(tasks)], unit_bytes),
             _Reader(table, projection, tasks),
         )
 
 
 class _Reader:
-    """Reader of the data files of a scan."""
+    """Implements `UnitReader` for the data files of a scan."""
 
     def __init__(self, table: Table, projection: Schema, tasks: Mapping[str, FileScanTask]) -> None:
         self._table = table
@@ -107,9 +107,9 @@ class _Reader:
         left = unit.rows_max
         for values in unit.locator["files"]:
             path, size = values["path"], values["bytes"]
-            self._check(path, size)
+            self._require_unchanged(path, size)
             for raw in self._read_file(path, needed.names):
-                arrays = [_cast(raw, each) for each in needed]
+                arrays = [_cast(raw, field) for field in needed]
                 batch = pa.RecordBatch.from_arrays(arrays, schema=needed)
                 if condition is not None:
                     batch = batch.filter(condition.rows)
@@ -121,18 +121,18 @@ class _Reader:
                     yield batch
                 if left is not None and left <= 0:
                     break
-            self._check(path, size)
+            self._require_unchanged(path, size)
             if left is not None and left <= 0:
                 return
 
     def locate(
         self, unit: Unit, row: int, needed: pa.Schema, condition: Condition | None
     ) -> Position | None:
-        """Find a row of a unit in its file; its number is unknown in a file with deletes."""
+        """Return the place of a row of a unit; the row number is unknown in a file with deletes."""
         for values in unit.locator["files"]:
             path, first = values["path"], 0
             for raw in self._read_file(path, needed.names):
-                arrays = [_cast(raw, each) for each in needed]
+                arrays = [_cast(raw, field) for field in needed]
                 batch = pa.RecordBatch.from_arrays(arrays, schema=needed)
                 kept = kept_rows(batch, None if condition is None else condition.rows)
                 if row < len(kept):
@@ -158,10 +158,10 @@ class _Reader:
             raise SourceError(f"{path}: cannot read: {error}", file=path) from error
 
     def _footer(self, path: str, *, has_times: bool) -> Footer:
-        """Read the footer of a file that the library reads right.
+        """Read the footer of a file; reject a file that the library would misread.
 
         Raises:
-            SourceError: It has a feature that would be misread.
+            SourceError: The file has a feature that would be misread.
         """
         with self._table.io.new_input(path).open() as opened:
             file = opened if isinstance(opened, pa.NativeFile) else pa.PythonFile(opened)
@@ -175,11 +175,11 @@ class _Reader:
             )
         return footer
 
-    def _check(self, path: str, planned: int) -> None:
-        """Check that a data file exists with its size.
+    def _require_unchanged(self, path: str, planned: int) -> None:
+        """Check that a data file exists and has its planned size.
 
         Raises:
-            SourceChanged: It was deleted, for example by an expiry of snapshots.
+            SourceChanged: The file was changed or deleted, for example by an expiry of snapshots.
         """
         file = self._table.io.new_input(path)
         if not file.exists():
@@ -222,24 +222,24 @@ def _require_supported_table(uri: str, table: Table) -> None:
 
 
 def _require_supported_columns(uri: str, schema: Schema) -> None:
-    """Require columns without default values, also inside of structs, lists and maps."""
+    """Require that no column, or field of a nested column, has a default value."""
     from pyiceberg.schema import index_by_id
 
-    for each in index_by_id(schema).values():
-        if each.initial_default is not None:
-            _reject(uri, f"column {each.name!r} has a default value for earlier rows")
+    for field in index_by_id(schema).values():
+        if field.initial_default is not None:
+            _reject(uri, f"column {field.name!r} has a default value for earlier rows")
 
 
 def _has_times(schema: Schema) -> bool:
     from pyiceberg.schema import index_by_id
     from pyiceberg.types import TimestampType, TimestamptzType
 
-    kinds = [each.field_type for each in index_by_id(schema).values()]
+    kinds = [field.field_type for field in index_by_id(schema).values()]
     return any(isinstance(kind, TimestampType | TimestamptzType) for kind in kinds)
 
 
 def _require_supported_files(uri: str, task: FileScanTask) -> None:
-    """Require plain Parquet files of data and of deleted positions."""
+    """Require that files of data and of deleted positions are unencrypted Parquet files."""
     for file in (task.file, *task.delete_files):
         if file.file_format.name not in FILE_FORMATS:
             _reject(uri, f"{file.file_path} has the format {file.file_format.name}")
@@ -259,7 +259,7 @@ def _reject(uri: str, reason: str) -> NoReturn:
 
 def _piece(task: FileScanTask) -> Piece:
     size = task.file.file_size_in_bytes
-    # Only reading tells how many rows remain after deletes.
+    # The number of rows after deletes is unknown before reading.
     rows = None if task.delete_files else task.file.record_count
     return Piece(0, task.file.file_path, Stamp(size, None, None), None, rows, size)
 

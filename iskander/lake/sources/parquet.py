@@ -27,11 +27,11 @@ import pyarrow.parquet as pq
 from iskander.errors import SourceError
 
 TAIL_BYTES: Final = 64 << 10
-"""Bytes of the first read: the footer of most files."""
+"""Bytes of the first read, which contain the whole footer of most files."""
 _LENGTH_BYTES: Final = 8
 """Bytes of the footer's length and of the magic number after it."""
 _SIGNATURE_BYTES: Final = 28
-"""Bytes of the nonce and the tag of a signed footer."""
+"""Bytes of the signature of a footer: a nonce and a tag."""
 _MAGIC: Final = b"PAR1"
 _ENCRYPTED: Final = b"PARE"
 _VARIANT: Final = re.compile(
@@ -41,7 +41,7 @@ _LEGACY_KEYS: Final = (b"org.apache.spark.legacyDateTime", b"org.apache.spark.le
 _NS_MAX: Final = 2**63 - 1
 _GREGORIAN: Final = datetime.date(1582, 10, 15)
 _SAME_OFFSETS: Final = datetime.datetime(1900, 1, 1)
-"""Spark 2 wrote some earlier times with another offset from UTC."""
+"""Before this time, Spark 2 wrote some times with another offset from UTC."""
 
 
 class Footer(NamedTuple):
@@ -50,7 +50,7 @@ class Footer(NamedTuple):
     Attributes:
         metadata: Metadata of pyarrow.
         int96: Columns of the physical type INT96.
-        is_legacy: Whether old dates may be of the Julian calendar.
+        is_legacy: Whether Spark 2 wrote the file, so that old dates may use the Julian calendar.
     """
 
     metadata: pq.FileMetaData
@@ -59,33 +59,33 @@ class Footer(NamedTuple):
 
 
 def read_footer(file: pa.NativeFile, path: str) -> Footer:
-    """Read the footer of a file, with one read for most files.
+    """Read the footer of a file, and reject features that pyarrow would misread.
 
     Raises:
         SourceError: The file has a feature that pyarrow would misread.
         ArrowException: The file is not a valid Parquet file.
-        OSError: The same, or the file cannot be read.
+        OSError: The file is not a valid Parquet file, or cannot be read.
     """
     size = file.size()
     tail = _read_tail(file, min(size, TAIL_BYTES))
     magic, length = tail[-4:], int.from_bytes(tail[-_LENGTH_BYTES:-4], "little")
     if magic == _ENCRYPTED:
-        raise _rejected(path, "its footer is encrypted")
+        raise _rejected_error(path, "its footer is encrypted")
     if magic == _MAGIC and len(tail) < length + _LENGTH_BYTES <= size:
         tail = _read_tail(file, length + _LENGTH_BYTES)
     metadata = pq.read_metadata(pa.BufferReader(tail))
-    # The footer of a file with encrypted columns is signed: the signature follows the metadata.
-    # Nothing may look at such a column, because the library ends the process.
+    # A file with encrypted columns has a signature behind its metadata. The file is rejected before
+    # such a column is accessed, because an access makes the library end the process.
     if length - metadata.serialized_size == _SIGNATURE_BYTES:
-        raise _rejected(path, "it has encrypted columns")
+        raise _rejected_error(path, "it has encrypted columns")
     text = str(metadata.schema)
     _require_known_types(path, metadata.schema, text)
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
         if group.num_columns and (other := group.column(0).file_path):
-            raise _rejected(path, f"its rows are in other files, such as {other!r}")
+            raise _rejected_error(path, f"its rows are in other files, such as {other!r}")
     columns = map(metadata.schema.column, range(metadata.num_columns))
-    int96 = (each.path for each in columns if each.physical_type == "INT96")
+    int96 = (column.path for column in columns if column.physical_type == "INT96")
     return Footer(
         metadata,
         tuple(int96) if " int96 " in text else (),
@@ -101,17 +101,17 @@ def _read_tail(file: pa.NativeFile, count: int) -> bytes:
 
 def _require_known_types(path: str, schema: pq.ParquetSchema, text: str) -> None:
     if found := _VARIANT.search(text):
-        raise _rejected(path, f"column {found[1]!r} has the type Variant")
+        raise _rejected_error(path, f"column {found[1]!r} has the type Variant")
     if " (UNKNOWN)" not in text:
         return
     for index in range(len(schema)):
         column = schema.column(index)
         if column.logical_type.type == "UNDEFINED":
             reason = f"column {column.path!r} has a logical type that pyarrow {pa.__version__}"
-            raise _rejected(path, f"{reason} does not know")
+            raise _rejected_error(path, f"{reason} does not know")
 
 
-def _rejected(path: str, reason: str) -> SourceError:
+def _rejected_error(path: str, reason: str) -> SourceError:
     return SourceError(
         f"{path}: Parquet feature that is not supported: {reason}; write the file again without it",
         file=path,
@@ -133,20 +133,21 @@ def read_groups(
 
     Args:
         file: The file.
-        path: Its path, for messages.
-        footer: Its footer.
+        path: Path of the file, for messages.
+        footer: Footer of the file.
         groups: Row groups.
         names: Columns.
         batch_rows: Maximum rows of a batch.
-        buffer_bytes: Bytes of one read, whose pages are decoded as they are needed; 0: the columns
-            of a row group are fetched together, with joined requests to an object store.
-        unit: Unit of INT96 columns; None: nanoseconds, and a time outside their range is an error.
+        buffer_bytes: Bytes of one read, whose pages are decoded when they are needed. With 0, the
+            columns of a row group are fetched together, with joined requests to an object store.
+        unit: Unit of INT96 columns. None: nanoseconds, and a time outside of their range is an
+            error.
 
     Raises:
         SourceError: A time or a date would be misread.
     """
 
-    def opened(unit: str | None) -> pq.ParquetFile:
+    def open_with_unit(unit: str | None) -> pq.ParquetFile:
         return pq.ParquetFile(
             file,
             metadata=footer.metadata,
@@ -158,12 +159,12 @@ def read_groups(
 
     # A time outside the range of nanoseconds wraps around without an error, so INT96 columns are
     # first read in microseconds and checked.
-    int96 = {each.partition(".")[0] for each in footer.int96}
+    int96 = {column.partition(".")[0] for column in footer.int96}
     checked = [name for name in names if name in int96] if unit is None else []
-    parquet = opened(unit)
+    parquet = open_with_unit(unit)
     for group in groups:
         if checked:
-            micros = opened("us").iter_batches(
+            micros = open_with_unit("us").iter_batches(
                 batch_size=batch_rows, row_groups=[group], columns=checked
             )
             for batch in micros:
@@ -174,10 +175,10 @@ def read_groups(
 
 
 def require_known_dates(path: str, batch: pa.RecordBatch, footer: Footer) -> None:
-    """Require dates whose calendar is known.
+    """Require that the calendar of all dates is known.
 
     Raises:
-        SourceError: A date of Spark 2 is so old that it may be of the Julian calendar.
+        SourceError: A date of Spark 2 is so old that it may use the Julian calendar.
     """
     if footer.is_legacy:
         _require_values(path, batch, _calendar_problem)
@@ -186,20 +187,23 @@ def require_known_dates(path: str, batch: pa.RecordBatch, footer: Footer) -> Non
 def _require_values(
     path: str, batch: pa.RecordBatch, find_problem: Callable[[pa.Array], str]
 ) -> None:
-    """Raise an error for the first column with a problem; `find_problem` returns it or ''."""
+    """Raise an error for the first column with a problem.
+
+    `find_problem` returns the problem of an array; empty if there is none.
+    """
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        for leaf in _leaves(column):
-            if problem := find_problem(leaf):
+        for values in _value_arrays(column):
+            if problem := find_problem(values):
                 raise SourceError(f"{path}: column {name!r} has {problem}", file=path, column=name)
 
 
 def _nanoseconds_problem(array: pa.Array) -> str:
-    """Return the problem of times in microseconds that do not fit nanoseconds; empty if none."""
+    """Return a problem if times in microseconds do not fit nanoseconds; else an empty text."""
     if not pa.types.is_timestamp(array.type):
         return ""
     found = pc.min_max(array.cast(pa.int64()))
-    for each in (found["min"].as_py(), found["max"].as_py()):
-        if each is not None and not -_NS_MAX <= each * 1000 <= _NS_MAX - 999:
+    for value in (found["min"].as_py(), found["max"].as_py()):
+        if value is not None and not -_NS_MAX <= value * 1000 <= _NS_MAX - 999:
             return (
                 "INT96 times outside of the years 1677 to 2262, which do not fit nanoseconds; "
                 "write them as INT64 (TIMESTAMP_MICROS)"
@@ -208,7 +212,7 @@ def _nanoseconds_problem(array: pa.Array) -> str:
 
 
 def _calendar_problem(array: pa.Array) -> str:
-    """Return the problem of dates of Spark 2 that may be of the Julian calendar; empty if none."""
+    """Return a problem if dates of Spark 2 may use the Julian calendar; else an empty text."""
     if pa.types.is_date(array.type):
         first = _GREGORIAN
     elif pa.types.is_timestamp(array.type):
@@ -224,8 +228,8 @@ def _calendar_problem(array: pa.Array) -> str:
     )
 
 
-def _leaves(array: pa.Array) -> Iterator[pa.Array]:
-    """Yield the arrays of values inside of lists, maps and structs."""
+def _value_arrays(array: pa.Array) -> Iterator[pa.Array]:
+    """Yield the arrays of values that are not nested: of a column, or inside of its type."""
     kind = array.type
     if pa.types.is_struct(kind):
         children = array.flatten()
@@ -237,4 +241,4 @@ def _leaves(array: pa.Array) -> Iterator[pa.Array]:
         yield array
         return
     for child in children:
-        yield from _leaves(child)
+        yield from _value_arrays(child)

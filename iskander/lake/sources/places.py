@@ -20,25 +20,25 @@ import pyarrow.fs as pafs
 from iskander.errors import SourceChanged, SourceError, utf8_problem
 
 FILES_MAX: Final = 1_000_000
-"""Files of one job; the plan keeps a few hundred bytes for each."""
+"""Limit of the files of one job; the plan keeps a few hundred bytes for a file."""
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/?]*)(.*)", re.DOTALL)
 _OPTIONS = re.compile(r"\?([a-z_]+=[^&]*(?:&[a-z_]+=[^&]*)*)$")
-MAGIC: Final = re.compile(r"[*?[]")
-"""Letters of a glob."""
+GLOB_CHARACTERS: Final = re.compile(r"[*?[]")
+"""Pattern of the characters that make a path a glob."""
 
 
 class LocalPaths(Protocol):
-    """Paths of a filesystem of this machine."""
+    """Conversion between paths of a local filesystem and paths of this machine."""
 
     def local(self, path: str) -> str:
-        """Return the machine's path of a path of the filesystem; links are not resolved."""
+        """Return the path on this machine for a path of the filesystem; links are not resolved."""
 
     def shown(self, real: str) -> str:
-        """Return a path of the machine as messages have it."""
+        """Return the text for a path on this machine in messages."""
 
 
 class _SamePaths:
-    """Filesystem with the paths of the machine."""
+    """Implements `LocalPaths` for a filesystem whose paths are those of this machine."""
 
     def local(self, path: str) -> str:
         return path
@@ -56,10 +56,10 @@ class Place:
 
     Attributes:
         filesystem: Filesystem of pyarrow.
-        path: Path in it, without scheme and options, `/` between folders.
-        uri: Input as it was written.
-        prefix: Text before `path` in messages and locators: scheme and host, or nothing.
-        local: Paths of this machine; None in an object store.
+        path: Path in the filesystem, without scheme and options, with `/` between folders.
+        uri: Input as the user wrote it.
+        prefix: Text before `path` in messages and locators: scheme and host; empty for local files.
+        local: Conversion to paths of this machine; None in an object store.
     """
 
     filesystem: pafs.FileSystem
@@ -78,13 +78,16 @@ class Place:
         return bool(_info(self, path).type == pafs.FileType.Directory)
 
     def names(self, folder: str) -> list[str]:
-        """Names in a folder of the same filesystem; none if it does not exist."""
-        return [info.base_name for info in _listing(self, folder, is_recursive=False)]
+        """Return the names in a folder of the same filesystem.
+
+        None if the folder does not exist.
+        """
+        return [info.base_name for info in _list(self, folder, is_recursive=False)]
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """State of a file: equal stamps mean equal bytes.
+    """State of a file; files with equal stamps have equal bytes.
 
     Attributes:
         bytes: Size of the file.
@@ -98,7 +101,7 @@ class Stamp:
     etag: str | None
 
     def matches(self, found: Stamp) -> bool:
-        """Whether a file in another state is still the planned one; None matches all values."""
+        """Whether the state `found` matches this planned state, whose None matches all values."""
         return (
             self.bytes == found.bytes
             and self.mtime_ns in (None, found.mtime_ns)
@@ -120,10 +123,10 @@ class Stamp:
 
 
 def locate(uri: str) -> Place:
-    """Find the filesystem of an input.
+    """Return the place of an input: its filesystem and path.
 
-    The path of `file://` URIs is percent-decoded; keys of object stores are taken as they are, as
-    the stores' own tools do. Options of pyarrow follow a `?`, for example
+    The path of a `file://` URI is percent-decoded; a key of an object store is not, as in the
+    store's own tools. Options of pyarrow follow a `?`, for example
     `s3://bucket/key?endpoint_override=http://host:port`.
 
     Raises:
@@ -144,7 +147,7 @@ def locate(uri: str) -> Place:
     options = _OPTIONS.search(rest)
     if options is not None:
         rest = rest[: options.start()]
-    base = f"{scheme}://{authority}" + (f"?{_quoted(options[1])}" if options else "")
+    base = f"{scheme}://{authority}" + (f"?{_quote_options(options[1])}" if options else "")
     try:
         filesystem, root = _filesystem(base)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError, KeyError) as error:
@@ -156,7 +159,7 @@ def locate(uri: str) -> Place:
 def unquoted(text: str) -> str:
     """Decode the percent-encoding of a path or folder name; raise SourceError if it is not UTF-8.
 
-    Replacement of other bytes would give two folders one name.
+    If invalid bytes were replaced, two folders could get the same name.
     """
     try:
         return urllib.parse.unquote(text, errors="strict")
@@ -164,8 +167,8 @@ def unquoted(text: str) -> str:
         raise SourceError(f"`{text}` is not UTF-8 in its percent-encoding") from None
 
 
-def _quoted(options: str) -> str:
-    """Encode the values of options, which may contain a URI."""
+def _quote_options(options: str) -> str:
+    """Percent-encode the values of options, which may contain a URI."""
     pairs = [pair.partition("=") for pair in options.split("&")]
     return "&".join(
         f"{key}={urllib.parse.quote(urllib.parse.unquote(value), safe='')}"
@@ -175,18 +178,18 @@ def _quoted(options: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _filesystem(base: str) -> tuple[pafs.FileSystem, str]:
-    """Open a filesystem once: finding the region of a bucket is a request."""
+    """Open a filesystem; cached, because finding the region of a bucket is a request."""
     filesystem, root = pafs.FileSystem.from_uri(base)
     return filesystem, root
 
 
 class Listener(Protocol):
-    """Function that receives each listing of `expand`."""
+    """Function that receives the listings of `expand`."""
 
     def __call__(
         self, place: Place, folder: str, infos: list[pafs.FileInfo], *, is_recursive: bool
     ) -> None:
-        """Receive all names of a folder, or of all folders below it too."""
+        """Receive all entries of a folder, if `is_recursive` with all entries below it."""
 
 
 def expand(
@@ -194,39 +197,41 @@ def expand(
 ) -> tuple[list[pafs.FileInfo], str | None]:
     """List the files of a path, a glob or a folder, sorted by path.
 
-    A path that exists is not a glob, whatever letters it has. In folders, names that begin with `_`
-    or `.` are left out, as other tools do: they belong to writers.
+    A path that exists is not a glob, whatever characters it has. In folders, names that begin with
+    `_` or `.` are left out, as in other tools: they belong to writers.
 
     Args:
         place: The path.
-        on_listed: Receives the listings, with the names that are left out.
+        on_listed: Receives the listings, including the names that are left out.
 
     Returns:
-        The files, and the folder below which hive folders count; None if one file was named.
+        The files, and the folder below which folders are hive folders; None for a single file.
 
     Raises:
-        SourceError: Nothing is there.
+        SourceError: The path does not exist, or has no files.
     """
     info = _info(place, place.path)
     if info.type == pafs.FileType.File:
         return [info], None
     if info.type == pafs.FileType.Directory:
-        return _sorted(_below(place, place.path, on_listed), place), place.path
-    if not MAGIC.search(place.path):
+        return _require_and_sort(_files_below(place, place.path, on_listed), place), place.path
+    if not GLOB_CHARACTERS.search(place.path):
         raise SourceError(f"{place.uri}: no such file or folder", input=place.uri)
     segments = place.path.split("/")
-    fixed = next(index for index, each in enumerate(segments) if MAGIC.search(each))
+    fixed = next(index for index, each in enumerate(segments) if GLOB_CHARACTERS.search(each))
     base = "/".join(segments[:fixed])
     found: dict[str, pafs.FileInfo] = {}
-    for each in _matches(place, base, segments[fixed:], on_listed):
-        if each.type == pafs.FileType.File:
-            found[each.path] = each
-        elif each.type == pafs.FileType.Directory:
-            found.update({inner.path: inner for inner in _below(place, each.path, on_listed)})
-    return _sorted(list(found.values()), place), base
+    for info_found in _matches(place, base, segments[fixed:], on_listed):
+        if info_found.type == pafs.FileType.File:
+            found[info_found.path] = info_found
+        elif info_found.type == pafs.FileType.Directory:
+            found.update(
+                {inner.path: inner for inner in _files_below(place, info_found.path, on_listed)}
+            )
+    return _require_and_sort(list(found.values()), place), base
 
 
-def _sorted(files: list[pafs.FileInfo], place: Place) -> list[pafs.FileInfo]:
+def _require_and_sort(files: list[pafs.FileInfo], place: Place) -> list[pafs.FileInfo]:
     if not files:
         raise SourceError(f"{place.uri}: no files", input=place.uri)
     if len(files) > FILES_MAX:
@@ -236,11 +241,11 @@ def _sorted(files: list[pafs.FileInfo], place: Place) -> list[pafs.FileInfo]:
     return sorted(files, key=lambda info: info.path)
 
 
-def _below(place: Place, folder: str, on_listed: Listener | None) -> list[pafs.FileInfo]:
+def _files_below(place: Place, folder: str, on_listed: Listener | None) -> list[pafs.FileInfo]:
     start = len(folder.rstrip("/")) + 1
     return [
         info
-        for info in _listed(place, folder, on_listed, is_recursive=True)
+        for info in _list_and_report(place, folder, on_listed, is_recursive=True)
         if info.type == pafs.FileType.File
         and not any(part.startswith(("_", ".")) for part in info.path[start:].split("/"))
     ]
@@ -249,12 +254,12 @@ def _below(place: Place, folder: str, on_listed: Listener | None) -> list[pafs.F
 def _matches(
     place: Place, folder: str, segments: list[str], on_listed: Listener | None
 ) -> Iterator[pafs.FileInfo]:
-    """Expand the first segment of a glob in a folder, and the others below it."""
+    """Expand the first segment of a glob in a folder, and the other segments below it."""
     pattern, rest = segments[0], segments[1:]
     if pattern == "**":
         if rest:
             yield from _matches(place, folder, rest, on_listed)
-        for info in _listed(place, folder, on_listed, is_recursive=False):
+        for info in _list_and_report(place, folder, on_listed, is_recursive=False):
             if info.base_name.startswith((".", "_")):
                 continue
             if info.type == pafs.FileType.Directory:
@@ -262,7 +267,7 @@ def _matches(
             elif not rest:
                 yield info
         return
-    for info in _listed(place, folder, on_listed, is_recursive=False):
+    for info in _list_and_report(place, folder, on_listed, is_recursive=False):
         name = info.base_name
         if not fnmatch.fnmatchcase(name, pattern):
             continue
@@ -274,16 +279,16 @@ def _matches(
             yield from _matches(place, info.path, rest, on_listed)
 
 
-def _listed(
+def _list_and_report(
     place: Place, folder: str, on_listed: Listener | None, *, is_recursive: bool
 ) -> list[pafs.FileInfo]:
-    found = _listing(place, folder, is_recursive=is_recursive)
+    found = _list(place, folder, is_recursive=is_recursive)
     if on_listed is not None:
         on_listed(place, folder, found, is_recursive=is_recursive)
     return found
 
 
-def _listing(place: Place, folder: str, *, is_recursive: bool) -> list[pafs.FileInfo]:
+def _list(place: Place, folder: str, *, is_recursive: bool) -> list[pafs.FileInfo]:
     selector = pafs.FileSelector(folder or "/", allow_not_found=True, recursive=is_recursive)
     try:
         return infos_below(place.filesystem, selector)
@@ -295,13 +300,13 @@ def infos_below(filesystem: pafs.FileSystem, selector: pafs.FileSelector) -> lis
     """List a folder.
 
     Raises:
-        SourceError: The name of a file is not UTF-8: Arrow can neither read nor leave it out.
+        SourceError: The name of a file is not UTF-8; Arrow can neither read nor skip such a file.
         OSError: The folder cannot be read.
     """
     found: list[pafs.FileInfo] = filesystem.get_file_info(selector)
     try:
-        for each in found:
-            each.path  # noqa: B018 - Arrow decodes it here.
+        for info in found:
+            info.path  # noqa: B018 - Arrow decodes the name here.
     except UnicodeDecodeError as error:
         problem = utf8_problem(os.fsdecode(error.object))
         raise SourceError(f"file name {problem}: rename or remove the file") from None
@@ -315,8 +320,8 @@ def _info(place: Place, path: str) -> pafs.FileInfo:
         raise SourceError(f"{place.uri}: cannot read {path}: {error}") from error
 
 
-def opened(filesystem: pafs.FileSystem, path: str) -> tuple[pa.NativeFile, Stamp]:
-    """Open a file for reading, with its state.
+def open_file(filesystem: pafs.FileSystem, path: str) -> tuple[pa.NativeFile, Stamp]:
+    """Open a file for reading; return it with its state.
 
     Raises:
         SourceError: The file does not exist or cannot be read.
@@ -328,11 +333,11 @@ def opened(filesystem: pafs.FileSystem, path: str) -> tuple[pa.NativeFile, Stamp
         raise SourceError(f"{path}: cannot read the file: {error}", file=path) from error
 
 
-def opened_as_planned(filesystem: pafs.FileSystem, path: str, planned: Stamp) -> pa.NativeFile:
-    """Open a file if its state is the planned one.
+def open_as_planned(filesystem: pafs.FileSystem, path: str, planned: Stamp) -> pa.NativeFile:
+    """Open a file for reading, if its state is the planned one.
 
     Raises:
-        SourceChanged: It is gone or has another state.
+        SourceChanged: The file was deleted or has another state.
     """
     try:
         file = filesystem.open_input_file(path)
@@ -352,12 +357,12 @@ def opened_as_planned(filesystem: pafs.FileSystem, path: str, planned: Stamp) ->
 
 
 def check_unchanged(filesystem: pafs.FileSystem, path: str, planned: Stamp) -> None:
-    """Check the state of a file after it was read.
+    """Require that a file that was read still has the planned state.
 
     Raises:
-        SourceChanged: It is gone or has another state.
+        SourceChanged: The file was deleted or has another state.
     """
-    opened_as_planned(filesystem, path, planned).close()
+    open_as_planned(filesystem, path, planned).close()
 
 
 def _stamp(filesystem: pafs.FileSystem, path: str, file: pa.NativeFile) -> Stamp:
@@ -365,7 +370,7 @@ def _stamp(filesystem: pafs.FileSystem, path: str, file: pa.NativeFile) -> Stamp
     etag = metadata.get("ETag", metadata.get(b"ETag"))
     if etag is not None:
         return Stamp(file.size(), None, etag.decode() if isinstance(etag, bytes) else str(etag))
-    # The handler of Delta tables opens a file without a request, with the size from the log.
+    # The filesystem of a Delta table opens a file without a request: its size is from the log.
     info = filesystem.get_file_info(path)
     if info.type != pafs.FileType.File:
         raise FileNotFoundError(f"no file {path}")

@@ -1,4 +1,4 @@
-"""Units of files: packing into units, and reading of Parquet, CSV and Arrow IPC files.
+"""Packing of files into units, and reading of Parquet, CSV and Arrow IPC files.
 
 Runs in: the operator's tool, threads of one process.
 """
@@ -17,21 +17,21 @@ import pyarrow.fs as pafs
 
 from iskander.errors import SourceChanged, SourceError
 from iskander.lake.filters import Condition, Filter
-from iskander.lake.plan import Unit, unit
+from iskander.lake.plan import Unit, make_unit
 from iskander.lake.positions import Position, kept_rows
 from iskander.lake.sources.parquet import read_footer, read_groups
-from iskander.lake.sources.places import Stamp, check_unchanged, opened_as_planned
+from iskander.lake.sources.places import Stamp, check_unchanged, open_as_planned
 from iskander.lake.sources.texts import NULLS, Column
 
 UNITS_WANTED: Final = 32
-"""Units of an input below 32 * `unit_bytes`, so that several streams have work."""
+"""Number of units of an input below 32 * `unit_bytes`, so that several streams have work."""
 PACKED_BYTES: Final = 4 << 20
-"""Smallest target of a unit: below it, the start of a stream costs more than its rows."""
+"""Smallest target size of a unit; starting a stream costs more than scoring fewer bytes."""
 FILES_PER_UNIT: Final = 512
 READ_BYTES: Final = 1 << 20
 """Bytes of one read of a local file."""
 CSV_BLOCK_BYTES: Final = 4 << 20
-"""Bytes of one block of CSV; no row is longer."""
+"""Bytes of one block of CSV, and limit of the bytes of a row."""
 COUNT_ROWS: Final = 65_536
 COMPRESSIONS: Final = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
@@ -40,14 +40,14 @@ HiveValue = int | str | None
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A file or a range of it, the smallest part that a unit can have.
+    """A file, or a range of its row groups or record batches; units consist of pieces.
 
     Attributes:
-        filesystem: Index of its filesystem in the source.
+        filesystem: Index of the file's filesystem in the source.
         path: Path in the filesystem.
-        stamp: State of the file at the plan.
-        groups: First and last plus one of its row groups or record batches; None for a whole file.
-        rows: Rows before the filter, if they are known.
+        stamp: State of the file when it was planned.
+        groups: First row group or record batch, and the one behind the last; None for a whole file.
+        rows: Rows before the filter; None if they are unknown.
         bytes: Approximate bytes.
         hive: Values of columns that are not in the file.
     """
@@ -61,11 +61,11 @@ class Piece:
     hive: Mapping[str, Any] = field(default_factory=dict)
 
 
-def packed(pieces: Sequence[Piece], unit_bytes: int) -> list[Unit]:
-    """Join neighbors into units of about `unit_bytes`, or less for a small input.
+def pack_units(pieces: Sequence[Piece], unit_bytes: int) -> list[Unit]:
+    """Join neighboring pieces into units of about `unit_bytes`, or less for a small input.
 
-    An input without pieces is one empty unit. The result depends on the pieces and on `unit_bytes`
-    only.
+    An input without pieces has one empty unit. The result depends only on the pieces and on
+    `unit_bytes`.
     """
     target = target_bytes(sum(piece.bytes for piece in pieces), unit_bytes)
     units: list[Unit] = []
@@ -84,7 +84,7 @@ def packed(pieces: Sequence[Piece], unit_bytes: int) -> list[Unit]:
 
 
 def target_bytes(total: int, unit_bytes: int) -> int:
-    """Bytes of a unit, so that a small input still has several units."""
+    """Return the target bytes of a unit, with which a small input still has several units."""
     return min(unit_bytes, max(PACKED_BYTES, total // UNITS_WANTED))
 
 
@@ -104,17 +104,17 @@ def _unit(index: int, pieces: list[Piece]) -> Unit:
         files.append(values)
     known = [piece.rows for piece in pieces if piece.rows is not None]
     rows = sum(known) if len(known) == len(pieces) else None
-    return unit(index, {"files": files}, rows=rows, bytes=sum(each.bytes for each in pieces))
+    return make_unit(index, {"files": files}, rows=rows, bytes=sum(each.bytes for each in pieces))
 
 
 class FileReader:
-    """Reader of units of files of one format.
+    """Implements `UnitReader` for files of one format.
 
     Args:
         format: `parquet`, `csv` or `ipc`.
-        schema: Columns of the source, with those of hive folders.
+        schema: Columns of the source, including columns of hive folders.
         filesystems: Filesystems of the locators.
-        is_evolved: Whether a file may lack columns, which are null, or have narrower types.
+        is_evolved: Whether a file may lack columns, which are read as null, or have narrower types.
         int96_unit: Unit of times of the physical type INT96; None: nanoseconds.
     """
 
@@ -148,11 +148,11 @@ class FileReader:
                 return
             path, stamp = values["path"], Stamp.from_json(values)
             filesystem = self._filesystems[values["filesystem"]]
-            file = opened_as_planned(filesystem, path, stamp)
+            file = open_as_planned(filesystem, path, stamp)
             try:
                 batches = self._batches(file, values, filesystem, needed, condition, batch_rows)
                 for raw in batches:
-                    batch = self._finished(raw, values, target, needed, condition)
+                    batch = self._finish_batch(raw, values, target, needed, condition)
                     if left is not None:
                         batch = batch.slice(0, left)
                         left -= batch.num_rows
@@ -170,16 +170,16 @@ class FileReader:
     def locate(
         self, unit: Unit, row: int, needed: pa.Schema, condition: Condition | None
     ) -> Position | None:
-        """Find a row of a unit in its file; see `UnitReader.locate`."""
+        """Return the place of a row of a unit; see `UnitReader.locate`."""
         for values in unit.locator["files"]:
             path = values["path"]
             filesystem = self._filesystems[values["filesystem"]]
-            with opened_as_planned(filesystem, path, Stamp.from_json(values)) as file:
+            with open_as_planned(filesystem, path, Stamp.from_json(values)) as file:
                 first = self._first_row(file, values)
-                # Without the condition: no row group is left out, so that all rows count.
+                # Without the condition no row group is left out, so that all rows are counted.
                 batches = self._batches(file, values, filesystem, needed, None, COUNT_ROWS)
                 for raw in batches:
-                    batch = self._finished(raw, values, needed, needed, None)
+                    batch = self._finish_batch(raw, values, needed, needed, None)
                     kept = kept_rows(batch, None if condition is None else condition.rows)
                     if row < len(kept):
                         return Position(path, first + kept[row].as_py())
@@ -188,12 +188,12 @@ class FileReader:
         return None
 
     def _first_row(self, file: pa.NativeFile, values: Mapping[str, Any]) -> int:
-        """Number of rows of a file before the part of a unit."""
+        """Return the number of rows of a file before the unit's part of it."""
         before = range(values.get("groups", (0, 0))[0])
         if not before:
             return 0
         if self._format == "ipc":
-            return sum(each.num_rows for each in _read_ipc(file, before, ()))
+            return sum(batch.num_rows for batch in _read_ipc(file, before, ()))
         metadata = read_footer(file, values["path"]).metadata
         return sum(metadata.row_group(index).num_rows for index in before)
 
@@ -206,13 +206,13 @@ class FileReader:
         condition: Condition | None,
         batch_rows: int,
     ) -> Iterator[pa.RecordBatch]:
-        """Read the columns that are in the file, before the filter."""
+        """Read the columns that are in the file; the filter only leaves row groups out."""
         hive = values.get("hive", {})
         wanted = [each for each in needed if each.name not in hive]
         if self._format == "csv":
             return read_csv(file, values["path"], wanted, self._schema, hive)
         if self._format == "ipc":
-            return _read_ipc(file, range(*values["groups"]), [each.name for each in wanted])
+            return _read_ipc(file, range(*values["groups"]), [column.name for column in wanted])
         footer = read_footer(file, values["path"])
         groups = range(*values.get("groups", (0, footer.metadata.num_row_groups)))
         present = footer.metadata.schema.to_arrow_schema().names
@@ -223,7 +223,7 @@ class FileReader:
             file,
             values["path"],
             footer,
-            self._selected(file, groups, hive, condition),
+            self._select_groups(file, groups, hive, condition),
             names,
             batch_rows=min(batch_rows, COUNT_ROWS),
             buffer_bytes=READ_BYTES if isinstance(filesystem, pafs.LocalFileSystem) else 0,
@@ -231,12 +231,12 @@ class FileReader:
         )
 
     def _require_columns(self, values: Mapping[str, Any], present: Sequence[str]) -> None:
-        """Require a file of a table whose missing columns were added later.
+        """Require that columns which a table's file lacks were added to the table later.
 
         Raises:
-            SourceError: It has none of the table's columns, or a name that differs only in case.
+            SourceError: The file has none of the table's columns, or a name differs only in case.
         """
-        own = [each.name for each in self._schema if each.name not in values.get("hive", {})]
+        own = [column.name for column in self._schema if column.name not in values.get("hive", {})]
         if own and not set(own) & set(present):
             raise SourceError(
                 f"{values['path']}: the file has none of the table's columns {', '.join(own)}; it "
@@ -253,14 +253,14 @@ class FileReader:
                     column=name,
                 )
 
-    def _selected(
+    def _select_groups(
         self,
         file: pa.NativeFile,
         groups: Iterable[int],
         hive: Mapping[str, Any],
         condition: Condition | None,
     ) -> list[int]:
-        """Leave row groups out whose statistics or hive values exclude the filter."""
+        """Return the row groups that the filter may need, by statistics and hive values."""
         if condition is None:
             return list(groups)
         # Imported here because it imports pandas.
@@ -281,11 +281,11 @@ class FileReader:
         try:
             subset = fragment.subset(condition.ranges, schema=self._schema)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            # Statistics are an optimization: rows are filtered after reading in any case.
+            # Statistics only save reads: all rows are filtered after reading.
             return list(groups)
-        return [each.id for each in subset.row_groups]
+        return [group.id for group in subset.row_groups]
 
-    def _finished(
+    def _finish_batch(
         self,
         raw: pa.RecordBatch,
         values: Mapping[str, Any],
@@ -296,17 +296,17 @@ class FileReader:
         """Add the columns of hive folders, filter the rows and select the columns."""
         hive = values.get("hive", {})
         arrays = []
-        for each in needed:
-            index = raw.schema.get_field_index(each.name)
-            if each.name in hive:
-                arrays.append(_repeated(hive[each.name], each.type, raw.num_rows))
+        for column in needed:
+            index = raw.schema.get_field_index(column.name)
+            if column.name in hive:
+                arrays.append(_repeat(hive[column.name], column.type, raw.num_rows))
             elif index >= 0:
                 array = raw.column(index)
-                arrays.append(array if array.type == each.type else array.cast(each.type))
+                arrays.append(array if array.type == column.type else array.cast(column.type))
             elif self._is_evolved:
-                arrays.append(pa.nulls(raw.num_rows, each.type))
+                arrays.append(pa.nulls(raw.num_rows, column.type))
             else:
-                raise SourceChanged(f"{values['path']}: column {each.name!r} is gone")
+                raise SourceChanged(f"{values['path']}: column {column.name!r} is gone")
         batch = pa.RecordBatch.from_arrays(arrays, schema=needed)
         if condition is not None:
             batch = batch.filter(condition.rows)
@@ -323,7 +323,7 @@ def _read_ipc(
     reader = pa.ipc.open_file(file, options=options)
     for index in groups:
         batch = reader.get_batch(index)
-        # Offsets of a damaged file could point anywhere.
+        # Offsets in a damaged file could point outside of its buffers.
         batch.validate()
         yield batch
 
@@ -341,7 +341,7 @@ def read_csv(
     names = [each.name for each in wanted]
     if not names:
         names = [name for name in schema.names if name not in hive][:1]
-    types = {each.name: each.type for each in schema if each.name in names}
+    types = {column.name: column.type for column in schema if column.name in names}
     with open_csv(file, path, types, names) as reader:
         yield from reader
 
@@ -370,12 +370,15 @@ def decimals(format: str, schema: pa.Schema, hive: Iterable[str]) -> frozenset[s
     """Return the columns whose floating-point numbers are decimal text in files or folders."""
     texts = set(schema.names) if format == "csv" else set(hive)
     return frozenset(
-        each.name for each in schema if each.name in texts and each.type == pa.float64()
+        column.name for column in schema if column.name in texts and column.type == pa.float64()
     )
 
 
 def csv_names(file: pa.NativeFile, path: str) -> list[str]:
-    """Names of the columns of a CSV file; the reader may still read from `file` afterwards."""
+    """Return the names of the columns of a CSV file.
+
+    `file` cannot be used afterwards, because the reader may still read from it.
+    """
     with open_csv(file, path, {}, None) as reader:
         return list(reader.schema.names)
 
@@ -386,13 +389,13 @@ def scan_csv(
     """Read a CSV file as text, for the types of its columns and its number of rows.
 
     Args:
-        file: The file, from which nothing else reads.
-        path: Its path.
-        names: Names of its columns.
+        file: The file, which nothing else reads.
+        path: Path of the file.
+        names: Names of the columns.
         wanted: Types of the columns that a model reads.
 
     Raises:
-        SourceError: A value of these columns is none of its type.
+        SourceError: A value of these columns has not the wanted type.
     """
     columns = [Column(name, wanted.get(name)) for name in names]
     rows = 0
@@ -404,8 +407,8 @@ def scan_csv(
     return columns, rows
 
 
-def projected(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
-    """Select columns of a schema in the order of their names.
+def select_fields(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    """Return the fields of the named columns, in the order of `columns`; all fields for None.
 
     Raises:
         SourceError: A column is missing, or the input has two columns of this name.
@@ -425,30 +428,30 @@ def projected(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
 
 
 def needed_columns(target: pa.Schema, filter: Filter | None) -> list[str]:
-    """Names of the columns to read, with those of the filter; each name once."""
+    """Return the names of the columns to read: columns of the target and of the filter."""
     extra = filter.columns if filter is not None else ()
     return list(dict.fromkeys([*target.names, *extra]))
 
 
-def rebatched(batches: Iterator[pa.RecordBatch], batch_rows: int) -> Iterator[pa.RecordBatch]:
-    """Cut and join batches to `batch_rows` rows; the last one may be shorter."""
+def rebatch(batches: Iterator[pa.RecordBatch], batch_rows: int) -> Iterator[pa.RecordBatch]:
+    """Cut and join batches to `batch_rows` rows; only the last batch may be shorter."""
     waiting: list[pa.RecordBatch] = []
     count = 0
-    for each in batches:
+    for batch in batches:
         offset = 0
-        while offset < each.num_rows:
-            part = each.slice(offset, batch_rows - count)
+        while offset < batch.num_rows:
+            part = batch.slice(offset, batch_rows - count)
             offset += part.num_rows
             waiting.append(part)
             count += part.num_rows
             if count == batch_rows:
-                yield _joined(waiting)
+                yield _join(waiting)
                 waiting, count = [], 0
     if waiting:
-        yield _joined(waiting)
+        yield _join(waiting)
 
 
-def _joined(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+def _join(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
     return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
 
 
@@ -456,5 +459,5 @@ def _scalar(value: HiveValue, kind: pa.DataType) -> pa.Scalar:
     return pa.scalar(str(value)).cast(kind) if value is not None else pa.scalar(None, kind)
 
 
-def _repeated(value: HiveValue, kind: pa.DataType, rows: int) -> pa.Array:
+def _repeat(value: HiveValue, kind: pa.DataType, rows: int) -> pa.Array:
     return pa.repeat(_scalar(value, kind), rows)

@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 
 from iskander.errors import SourceError, Unsupported
 from iskander.lake.filters import Filter
-from iskander.lake.plan import Unit, unit
+from iskander.lake.plan import Unit, make_unit
 from iskander.lake.positions import Position
-from iskander.lake.sources.reading import needed_columns, projected, rebatched
+from iskander.lake.sources.reading import needed_columns, rebatch, select_fields
 
 
 class StreamSource:
@@ -27,7 +27,7 @@ class StreamSource:
         file: Binary file with the stream; None is standard input.
 
     Raises:
-        SourceError: It does not begin with an Arrow IPC stream.
+        SourceError: The file does not begin with an Arrow IPC stream.
     """
 
     is_resumable = False
@@ -39,16 +39,16 @@ class StreamSource:
         except (pa.ArrowException, OSError) as error:
             raise SourceError(f"standard input is not an Arrow IPC stream: {error}") from error
         self.schema = self._reader.schema.remove_metadata()
-        # Nothing tells whether two streams are equal: each one is a job of its own.
+        # Two streams cannot be compared, so every stream is another job.
         self.snapshot = {"kind": "stream", "token": secrets.token_hex(16)}
         self._was_read = False
 
     def units(self) -> list[Unit]:
-        """Return the one unit; its rows are unknown."""
-        return [unit(0, {"stream": "-"}, rows=None, bytes=0)]
+        """Return the only unit, whose number of rows is unknown."""
+        return [make_unit(0, {"stream": "-"}, rows=None, bytes=0)]
 
     def count(self, unit: Unit, filter: Filter | None) -> int:
-        """Reject to count: that would consume the rows.
+        """Raise an error, because counting would consume the rows.
 
         Raises:
             Unsupported: Always.
@@ -58,19 +58,19 @@ class StreamSource:
     def read(
         self, unit: Unit, columns: Sequence[str] | None, filter: Filter | None, batch_rows: int
     ) -> Iterator[pa.RecordBatch]:
-        """Read the stream; see `Source.read`.
+        """Read the stream; see `JobSource.read`.
 
         Raises:
-            Unsupported: It was read before.
+            Unsupported: The stream was read before.
         """
-        target = projected(self.schema, columns)
-        # Names are checked here, and the expression is made for all columns of the stream.
+        target = select_fields(self.schema, columns)
+        # Names are checked here, before the first batch; the filter may use all columns.
         expression = filter.expression(self.schema) if filter is not None else None
         names = needed_columns(target, filter)
         if self._was_read:
             raise Unsupported("a stream on standard input is read once; use a file to read again")
         self._was_read = True
-        return rebatched(self._batches(target, names, expression, unit.rows_max), batch_rows)
+        return rebatch(self._batches(target, names, expression, unit.rows_max), batch_rows)
 
     def _batches(
         self,
@@ -97,7 +97,7 @@ class StreamSource:
             raise SourceError(f"standard input: the stream is damaged: {error}") from error
 
     def locate(self, unit: Unit, row: int, filter: Filter | None) -> Position | None:
-        """Return the row of the stream; it is unknown after a filter, for no row is left."""
+        """Return the row number in the stream; None after a filter, whose removed rows are gone."""
         return Position("standard input", row if filter is None else None)
 
     def close(self) -> None:

@@ -2,9 +2,9 @@
 
 The log of a table decides which files belong to it, and which of their rows were deleted. A reader
 of the plain files would return removed and repeated rows. So a file below a table's folder is an
-error, even if a link or a glob led to it. The folders that the listings of the inputs show need no
-further lookup. Each folder above them is looked up once, with at most three lookups and one
-listing of a folder `metadata`.
+error, even if a link or a glob led to it. Listings of the inputs show whether the listed folders
+are tables. Each folder above them is examined once, with at most three lookups and one listing of a
+folder `metadata`.
 
 Runs in: the operator's tool and reader processes.
 """
@@ -26,16 +26,16 @@ HUDI: Final = ".hoodie"
 ICEBERG_METADATA: Final = "metadata"
 ICEBERG_ENDS: Final = (".metadata.json", ".metadata.json.gz")
 _MARKS: Final = {DELTA_LOG: "Delta", HUDI: "Hudi"}
-_PLAIN: Final = ""
+_NO_TABLE: Final = ""
 """Format of a folder that is no table."""
 _THREADS: Final = 16
 
 
 class Advice(NamedTuple):
-    """What the error recommends.
+    """What the error about files of a table recommends.
 
     Attributes:
-        override: Option or setting that reads the files as plain ones.
+        override: Option or setting with which the files are read as plain files.
         has_tables: Whether tables can be inputs.
     """
 
@@ -48,7 +48,7 @@ COMMAND: Final = Advice("`--plain-files`", has_tables=True)
 
 
 class Tables:
-    """Table formats of the folders that were looked up, for all inputs of one job.
+    """Table formats of the folders that were examined, for all inputs of one job.
 
     Args:
         advice: What the error recommends.
@@ -56,14 +56,14 @@ class Tables:
 
     def __init__(self, advice: Advice = COMMAND) -> None:
         self._advice = advice
-        # By filesystem and folder: the format of the table, or `_PLAIN`.
+        # The format of the table, or `_NO_TABLE`, by number of the filesystem and folder.
         self._known: dict[tuple[int, str], str] = {}
         self._filesystems: list[pafs.FileSystem] = []
 
     def note(
         self, place: Place, folder: str, infos: Sequence[pafs.FileInfo], *, is_recursive: bool
     ) -> None:
-        """Record the formats of the folders that a complete listing of a folder shows."""
+        """Remember which folders are tables, as a complete listing of a folder shows."""
         tables: dict[str, str] = {}
         folders = {folder}
         for info in infos:
@@ -83,14 +83,14 @@ class Tables:
             if metadata in folders and folder not in tables:
                 tables[folder] = _iceberg_format(place, folder)
             folders = {folder}
-        number = self._number(place)
-        for each in folders:
-            self._known.setdefault((number, each), _PLAIN)
+        number = self._filesystem_number(place)
+        for known in folders:
+            self._known.setdefault((number, known), _NO_TABLE)
         for each, format in tables.items():
             self._known[number, each] = format
 
     def require_plain(self, place: Place, paths: Iterable[str]) -> None:
-        """Require that no file is below a table, by its path and by the targets of links in it.
+        """Require that no file is below a table, by its path or by the targets of its links.
 
         Raises:
             SourceError: A file is below a table, or one of its folders cannot be looked up.
@@ -102,7 +102,7 @@ class Tables:
             if place.local is not None and os.path.islink(place.local.local(path)):
                 real = _real_path(place.local.local(path))
                 linked.setdefault(real.rpartition("/")[0], path)
-        self._require(place, parents)
+        self._require_no_table(place, parents)
         if place.local is None:
             return
         for parent, path in parents.items():
@@ -110,14 +110,17 @@ class Tables:
         if place.local is LOCAL_PATHS:
             linked = {real: path for real, path in linked.items() if real not in parents}
         machine = Place(pafs.LocalFileSystem(), "", place.uri, local=place.local)
-        self._require(machine, linked, is_real=True)
+        self._require_no_table(machine, linked, is_real=True)
 
-    def _require(self, place: Place, parents: dict[str, str], *, is_real: bool = False) -> None:
-        """Look up the folders that are not known, and raise an error for the first table.
+    def _require_no_table(
+        self, place: Place, parents: dict[str, str], *, is_real: bool = False
+    ) -> None:
+        """Examine the folders that are not known yet; raise an error for the first table.
 
-        `parents` has a file of each folder. `is_real`: they are paths without links.
+        `parents` has a file in each folder, by the folder. `is_real`: the folders are resolved
+        paths of this machine.
         """
-        number = self._number(place)
+        number = self._filesystem_number(place)
         unknown = {
             folder: path
             for parent, path in parents.items()
@@ -131,8 +134,11 @@ class Tables:
                 if format := self._known[number, folder]:
                     raise self._error(place, folder, format, path, is_real=is_real)
 
-    def _number(self, place: Place) -> int:
-        """Number of a filesystem; two endpoints have different numbers for buckets of one name."""
+    def _filesystem_number(self, place: Place) -> int:
+        """Return a number for the filesystem of a place.
+
+        Buckets of the same name at two endpoints have different numbers.
+        """
         if place.local is not None:
             return 0
         for number, filesystem in enumerate(self._filesystems, start=1):
@@ -142,7 +148,7 @@ class Tables:
         return len(self._filesystems)
 
     def _look_up(self, place: Place, unknown: dict[str, str]) -> list[str]:
-        """Look up the format of each folder; several at a time in an object store."""
+        """Return the format of each folder; in an object store several are examined at a time."""
 
         def look_up(folder: str) -> str:
             try:
@@ -183,23 +189,23 @@ class Tables:
 
 
 def _table_format(place: Place, folder: str) -> str:
-    """Format of the table with this folder; `_PLAIN` if there is none."""
+    """Return the format of the table in a folder; `_NO_TABLE` if there is none."""
     for name, format in _MARKS.items():
         if place.is_folder(f"{folder}/{name}"):
             return format
     if place.is_folder(f"{folder}/{ICEBERG_METADATA}"):
         return _iceberg_format(place, folder)
-    return _PLAIN
+    return _NO_TABLE
 
 
 def _iceberg_format(place: Place, folder: str) -> str:
-    """Format of a folder that has a folder `metadata`."""
+    """Return the format of a folder that contains a folder `metadata`."""
     names = place.names(f"{folder}/{ICEBERG_METADATA}")
-    return "Iceberg" if any(name.endswith(ICEBERG_ENDS) for name in names) else _PLAIN
+    return "Iceberg" if any(name.endswith(ICEBERG_ENDS) for name in names) else _NO_TABLE
 
 
 def _with_parents(folder: str) -> Iterator[str]:
-    """Yield a folder and those above it, the nearest first, without the root."""
+    """Yield a folder and the folders above it, the nearest first, without the root."""
     while folder:
         yield folder
         folder = folder.rpartition("/")[0]

@@ -1,9 +1,10 @@
-"""Types of columns that are text in their files: those of CSV files and of hive folders.
+"""Types of columns whose values are text: columns of CSV files and of hive folders.
 
-All values decide the type of a column, before the first row is read. A column that no model reads
-has a type only if each value survives it: the value gives the text, up to spellings of one boolean
-or time, and zeros that all values have. Else it stays text. A column that a model reads is of the
-kind of type that the model wants, or an error by file, row and value.
+All values decide about the type of a column, before the first row is scored. A column that no model
+reads gets a type only if every value survives the conversion: converting it back gives the same
+text, except for spellings of a boolean or a time, and for trailing zeros that all values have.
+Otherwise the column stays text. A column that a model reads gets the kind of type that the model
+wants; a value that has not this type is an error with file, row and value.
 
 Runs in: the operator's tool and reader processes.
 """
@@ -24,9 +25,9 @@ from iskander.errors import SourceError
 NULLS: Final = (
     "", "#N/A", "#N/A N/A", "#NA", "N/A", "NA", "NULL", "n/a", "null"
 )  # fmt: skip
-"""Texts of a missing value in a column that is no text."""
+"""Texts that stand for a missing value, in columns that are not text."""
 VALUE_CHARACTERS_MAX: Final = 100
-"""Characters of a value that an error repeats."""
+"""Limit of the characters of a value in an error."""
 _BOOLS: Final = pa.array(["true", "false", "True", "False", "TRUE", "FALSE"])
 _SECONDS: Final = pa.timestamp("s"), pa.timestamp("s", "UTC")
 _NANOSECONDS: Final = pa.timestamp("ns"), pa.timestamp("ns", "UTC")
@@ -35,15 +36,16 @@ _UNREAD: Final = (
     pa.int64(), pa.bool_(), pa.date32(), pa.time32("s"), *_SECONDS, *_NANOSECONDS, pa.float64(),
     pa.string(), pa.binary(),
 )  # fmt: skip
-"""Types of a column that no model reads; the first that fits all values is taken."""
+"""Types for a column that no model reads; the column gets the first that fits all values."""
 HIVE: Final = (pa.int64(), pa.string())
-"""Types of a hive folder's column that no model reads."""
+"""Types for a column of hive folders that no model reads."""
 _FLOATS: Final = {
     "halffloat": ("float16", "e", 2**11),
     "float": ("float32", "f", 2**24),
     "double": ("float64", "d", 2**53),
 }
-"""Names of floating-point types, their formats for `struct`, and up to where integers are exact."""
+"""Manifest name, `struct` format, and largest exact integer of floating-point types, by Arrow
+name."""
 _INTEGER: Final = r"^-?[0-9]+$"
 _NUMBER: Final = r"^-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?$"
 _NOT_FINITE: Final = r"^[+-]?(?i:nan|inf|infinity)$"
@@ -51,13 +53,13 @@ _TRAILING_ZERO: Final = r"\.[0-9]+0$"
 _TIME: Final = r"^([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]$"
 _TIMESTAMP: Final = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T][0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?"
 _DIGITS_KEPT: Final = 15
-"""Digits of a decimal that float64 keeps always."""
+"""Number of decimal digits that float64 always keeps."""
 _INTEGERS_KEPT: Final = 2048.0
-"""Integers below it are exact in all floating-point types."""
+"""Integers below this number are exact in all floating-point types."""
 
 
 class _Reason(NamedTuple):
-    """The first value that does not fit a type: its row in a file, None for that of a folder."""
+    """The first value that does not fit a type; `row` is None for the value of a hive folder."""
 
     path: str
     row: int | None
@@ -65,12 +67,12 @@ class _Reason(NamedTuple):
 
 
 class Column:
-    """One column of text, whose values are added in parts.
+    """Type inference for one column of text, whose values are added in parts.
 
     Args:
-        name: Its name.
+        name: Name of the column.
         wanted: Type of the model's input; None if no model reads the column.
-        unread: Types of a column that no model reads.
+        unread: Types to try if no model reads the column.
     """
 
     def __init__(
@@ -78,17 +80,17 @@ class Column:
     ) -> None:
         self.name = name
         self._wanted = wanted
-        self._kinds = list(unread if wanted is None else _kinds_of(wanted))
+        self._kinds = list(unread if wanted is None else _types_to_try(wanted))
         self._has_values = False
         self._reasons: dict[pa.DataType, _Reason] = {}
-        # Of a column that no model reads: fewest and most digits after the point, and whether one
-        # of them is a trailing zero.
+        # For a column that no model reads: fewest and most digits of a value after the decimal
+        # point, and whether a value has a trailing zero.
         self._decimals: tuple[int, int] | None = None
         self._has_zeros = False
 
     @property
     def type(self) -> pa.DataType:
-        """Type of all values that were added."""
+        """Type that all added values fit."""
         if not self._has_values:
             return pa.string() if self._wanted is None else self._wanted
         is_mixed = self._decimals is not None and self._decimals[0] != self._decimals[1]
@@ -100,12 +102,12 @@ class Column:
         """Add values.
 
         Args:
-            raw: Values as binary; null is a missing value.
+            raw: Values as bytes; null is a missing value.
             path: File, for errors.
             first_row: Row of the first value in the file; None for the value of a folder.
 
         Raises:
-            SourceError: A value is none of the wanted type.
+            SourceError: A value has not the wanted type.
         """
         if self._kinds == [pa.binary()]:
             self._has_values = self._has_values or len(raw) > 0
@@ -113,7 +115,7 @@ class Column:
         try:
             text = raw.cast(pa.string())
         except pa.ArrowInvalid:
-            self._reject_bytes(raw, path, first_row)
+            self._become_bytes(raw, path, first_row)
             return
         nulls = NULLS[:1] if self._wanted is None else NULLS
         is_value = pc.fill_null(pc.invert(pc.is_in(text, value_set=pa.array(nulls))), False)
@@ -143,10 +145,10 @@ class Column:
             self._count_decimals(values)
 
     def join(self, other: Column, path: str, first_path: str) -> None:
-        """Add the values of a column of another file.
+        """Add the values of the same column in another file.
 
         Raises:
-            SourceError: No type fits the values of both.
+            SourceError: No type fits the values of both files.
         """
         if not other._has_values:
             return
@@ -154,9 +156,9 @@ class Column:
         self._has_values = True
         self._kinds = [kind for kind in self._kinds if kind in other._kinds]
         if not self._kinds:
-            name = _name(self._wanted) if self._wanted is not None else "one type"
-            earlier = _name(before) if had_values else "none"
-            got = _name(other.type)
+            name = _type_name(self._wanted) if self._wanted is not None else "one type"
+            earlier = _type_name(before) if had_values else "none"
+            got = _type_name(other.type)
             raise SourceError(
                 f"{path}: column {self.name!r} has {got}, but {earlier} in {first_path}; wanted "
                 f"{name} in all files",
@@ -164,14 +166,14 @@ class Column:
                 column=self.name,
             )
         self._has_zeros = self._has_zeros or other._has_zeros
-        spans = [each._decimals for each in (self, other) if each._decimals is not None]
+        spans = [column._decimals for column in (self, other) if column._decimals is not None]
         if spans:
             self._decimals = min(a for a, _ in spans), max(b for _, b in spans)
 
     def _fitting(self, values: pa.Array) -> list[pa.DataType]:
-        """Return the types that all values fit, of those that fit the earlier ones."""
+        """Return the types that these values fit, of the types that all earlier values fit."""
         kept: list[pa.DataType] = []
-        # A cast that fails goes through all values, and describes each error.
+        # A failing cast visits all values and describes every error, so one value is tried first.
         first = values.slice(0, 1)
         for kind in self._kinds:
             if not self._fits(kind, first):
@@ -182,8 +184,8 @@ class Column:
         return kept
 
     def _are_small(self, values: pa.Array) -> bool:
-        """Whether whole numbers are exact in each floating-point type that a column may have."""
-        parsed = _parsed(pa.int64(), values)
+        """Whether the integers are exact in the floating-point type that the column may get."""
+        parsed = _parse(pa.int64(), values)
         if parsed is None:
             return False
         limit = _FLOATS.get(str(self._wanted), _FLOATS["double"])[2]
@@ -191,13 +193,13 @@ class Column:
         return bool(-limit <= found["min"] and found["max"] <= limit)
 
     def _fits(self, kind: pa.DataType, values: pa.Array) -> bool:
-        """Whether all values, none of which is missing, are values of a type."""
+        """Whether all values fit a type; no value is missing."""
         if self._wanted is None:
-            return _survive(kind, values)
+            return _survive_conversion(kind, values)
         return _are_read_as(kind, values, self._wanted)
 
     def _first_unfit(self, kind: pa.DataType, values: pa.Array) -> int:
-        """Find the first value that is none of a type, by bisection."""
+        """Return the index of the first value that does not fit a type, by bisection."""
         start, end = 0, len(values)
         while end - start > 1:
             middle = (start + end) // 2
@@ -215,8 +217,11 @@ class Column:
         self._decimals = min(low, found["min"]), max(high, found["max"])
         self._has_zeros = self._has_zeros or _any(pc.match_substring_regex(values, _TRAILING_ZERO))
 
-    def _reject_bytes(self, raw: pa.Array, path: str, first_row: int | None) -> None:
-        """Keep bytes that are not UTF-8 as bytes, or raise an error if a model reads them."""
+    def _become_bytes(self, raw: pa.Array, path: str, first_row: int | None) -> None:
+        """Make this a column of bytes, because a value is not UTF-8.
+
+        An error if a model reads it.
+        """
         self._has_values = True
         if self._wanted is None and pa.binary() in self._kinds:
             self._kinds = [pa.binary()]
@@ -230,13 +235,16 @@ class Column:
                 raise self._error(reason) from None
 
     def _error(self, reason: _Reason) -> SourceError:
-        """Describe the value that no type fits, or one before it that no float represents."""
+        """Return the error for the value that no type fits.
+
+        If all values are numbers, it names an earlier integer that no float represents exactly.
+        """
         number = self._reasons.get(pa.float64())
         is_inexact = number is not None and number.text.strip().lstrip("-").isdigit()
         if is_inexact and _is_float(reason.text):
             assert number is not None
             reason = number
-        wanted = _name(self._wanted)
+        wanted = _type_name(self._wanted)
         value = reason.text[:VALUE_CHARACTERS_MAX]
         where = "its folder" if reason.row is None else f"row {reason.row}"
         text = f"{reason.path}: column {self.name!r}: {where} has {value!r}"
@@ -249,8 +257,8 @@ class Column:
         )
 
 
-def _kinds_of(wanted: pa.DataType) -> tuple[pa.DataType, ...]:
-    """Types of a column for a model's input, the first of which that fits all values is taken."""
+def _types_to_try(wanted: pa.DataType) -> tuple[pa.DataType, ...]:
+    """Return the types to try for a model's input; the first that fits all values is used."""
     if pa.types.is_string(wanted) or pa.types.is_large_string(wanted):
         return (pa.string(),)
     if pa.types.is_boolean(wanted) or pa.types.is_integer(wanted) or pa.types.is_floating(wanted):
@@ -261,13 +269,13 @@ def _kinds_of(wanted: pa.DataType) -> tuple[pa.DataType, ...]:
     return (wanted,)
 
 
-def _survive(kind: pa.DataType, values: pa.Array) -> bool:
-    """Whether the values of a type give their texts."""
+def _survive_conversion(kind: pa.DataType, values: pa.Array) -> bool:
+    """Whether converting texts to a type and back gives the same texts, up to spelling."""
     if pa.types.is_boolean(kind):
         return _all(pc.is_in(values, value_set=_BOOLS))
     if pa.types.is_time(kind):
         return _all(pc.match_substring_regex(values, _TIME))
-    parsed = _parsed(kind, values)
+    parsed = _parse(kind, values)
     if parsed is None or pa.types.is_string(kind) or pa.types.is_binary(kind):
         return parsed is not None
     if pa.types.is_timestamp(kind):
@@ -276,11 +284,13 @@ def _survive(kind: pa.DataType, values: pa.Array) -> bool:
     is_same = pc.equal(parsed.cast(pa.string()), values)
     if _all(is_same):
         return True
-    return pa.types.is_floating(kind) and _decimals_survive(values.filter(pc.invert(is_same)))
+    return pa.types.is_floating(kind) and _decimals_survive_conversion(
+        values.filter(pc.invert(is_same))
+    )
 
 
-def _decimals_survive(values: pa.Array) -> bool:
-    """Whether texts that are not the shortest ones of their numbers have the same value."""
+def _decimals_survive_conversion(values: pa.Array) -> bool:
+    """Whether float64 keeps the values of texts that are not the shortest texts of a number."""
     is_number = pc.match_substring_regex(values, _NUMBER)
     if not _all(is_number):
         others = values.filter(pc.invert(is_number))
@@ -295,26 +305,26 @@ def _decimals_survive(values: pa.Array) -> bool:
 
 
 def _is_kept(text: str) -> bool:
-    """Whether a number is that of its shortest text as a float."""
+    """Whether the float of a number has the same decimal value as the number."""
     try:
         return Decimal(text) == Decimal(repr(float(text)))
-    except InvalidOperation:  # Its exponent is out of the range of decimals.
+    except InvalidOperation:  # The exponent is out of the range of decimals.
         return False
 
 
 def _are_read_as(kind: pa.DataType, values: pa.Array, wanted: pa.DataType) -> bool:
-    """Whether all texts are values of a type, for a model that wants a type of its kind."""
+    """Whether all texts fit a type, for a model that wants the type `wanted` of this kind."""
     if pa.types.is_boolean(kind):
         return _all(pc.is_in(values, value_set=_BOOLS))
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    parsed = _parsed(kind, values)
+    parsed = _parse(kind, values)
     if parsed is None and is_number:
         values = pc.utf8_trim(values, " \t")
-        parsed = _parsed(kind, values)
+        parsed = _parse(kind, values)
     if parsed is None:
         return False
     if pa.types.is_integer(kind):
-        # Arrow parses hexadecimal numbers.
+        # Arrow also parses hexadecimal numbers, which are rejected here.
         odd = values.filter(pc.not_equal(parsed.cast(pa.string()), values))
         return _all(pc.match_substring_regex(odd, _INTEGER))
     if not pa.types.is_floating(kind):
@@ -327,28 +337,28 @@ def _are_read_as(kind: pa.DataType, values: pa.Array, wanted: pa.DataType) -> bo
     large = values.filter(pc.greater_equal(pc.abs(parsed), _INTEGERS_KEPT))
     integers = large.filter(pc.match_substring_regex(large, _INTEGER))
     format = _FLOATS.get(str(wanted), _FLOATS["double"])[1]
-    return all(_is_exact(_integer(each), format) for each in integers.to_pylist())
+    return all(_is_exact(_integer(text), format) for text in integers.to_pylist())
 
 
-def _parsed(kind: pa.DataType, values: pa.Array) -> Any:  # noqa: ANN401
-    """Values of a type; None if a text is none."""
+def _parse(kind: pa.DataType, values: pa.Array) -> Any:  # noqa: ANN401
+    """Return the texts converted to a type; None if a text does not fit it."""
     try:
         return values.cast(kind)
     except pa.ArrowNotImplementedError:
-        # Only the reader of CSV has it.
+        # Only pyarrow's CSV reader converts text to this type.
         return values
     except pa.ArrowInvalid:
         return None
 
 
 def _integer(text: str) -> int:
-    """The integer of a text whose float is finite; Python limits the digits, zeros included."""
+    """Return the integer of a text, without leading zeros, because Python limits the digits."""
     digits = int(text.lstrip("-0") or "0")
     return -digits if text.startswith("-") else digits
 
 
 def _is_exact(number: int, format: str) -> bool:
-    """Whether a float of a format of `struct` is equal to an integer."""
+    """Whether a float with this `struct` format can represent an integer exactly."""
     try:
         return int(struct.unpack(format, struct.pack(format, number))[0]) == number
     except OverflowError:
@@ -370,7 +380,7 @@ def _any(flags: Any) -> bool:  # noqa: ANN401
     return bool(pc.any(flags, min_count=0).as_py())
 
 
-def _name(kind: pa.DataType | None) -> str:
-    """Name of a type as manifests have it."""
+def _type_name(kind: pa.DataType | None) -> str:
+    """Return the name of a type in manifests."""
     text = str(kind)
     return _FLOATS.get(text, (text, ""))[0]

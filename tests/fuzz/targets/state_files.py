@@ -20,18 +20,18 @@ from fuzz import mutation
 from iskander.gateway.repository.load_intents import FOLDER as INTENTS
 from iskander.gateway.repository.load_intents import LoadIntent, LoadIntents
 from iskander.lake.errors import JobConflict
-from iskander.lake.journal import JOURNAL, Finished, _read
-from iskander.lake.plan import Plan, canonical, decode_plan, encode_plan, unit
+from iskander.lake.journal import JOURNAL, Finished, _read_finished
+from iskander.lake.plan import JobPlan, canonical, decode_plan, encode_plan, make_unit
 
 ITERATIONS = 800
 FOLDER = tempfile.TemporaryDirectory(prefix="isk-fuzz-")
 PATH = Path(FOLDER.name, JOURNAL)
 INTENT = Path(FOLDER.name, INTENTS, "0.json")
 UNITS = tuple(
-    unit(index, {"path": f"f{index}", "groups": [0, index]}, rows=index or None, bytes=10)
+    make_unit(index, {"path": f"f{index}", "groups": [0, index]}, rows=index or None, bytes=10)
     for index in range(3)
 )
-PLAN = Plan(
+PLAN = JobPlan(
     UNITS, "f" * 64, "m", "1", "d", {"a": "b"}, pa.schema([("x", pa.int64())]), {"threads": "2"}
 )
 WORDS = [b"null", b"true", b"-1", b"1e999", b'"x"', b"[", b"]", b"{", b"}", b",", b":", b"\n"]
@@ -74,7 +74,7 @@ def run(raw: bytes) -> None:
 def check_journal(text: bytes) -> None:
     PATH.write_bytes(text)
     try:
-        finished = _read(PATH, PLAN)
+        finished = _read_finished(PATH, PLAN)
     except JobConflict as error:
         assert str(error)
         return

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from iskander.errors import ContractError, ExecutionFailed, IskanderError, QueueFull
-from iskander.lake.failures import located
+from iskander.lake.failures import with_place
 from iskander.lake.filters import Filter, parse_filter
 from iskander.lake.plan import Unit
 from iskander.lake.positions import Position
@@ -86,7 +86,7 @@ def place(error: IskanderError, *, source: Any = None, first: int = 3, x: Any = 
     batch = pa.record_batch({"given": [1] * 4 if x is None else x})
     unit = Unit(0, "part-0", {}, None, 0)
     source = source or Places()
-    return located(error, source, unit, None, first=first, batch=batch, columns={"x": "given"})
+    return with_place(error, source, unit, None, first=first, batch=batch, columns={"x": "given"})
 
 
 def test_row_of_an_error_becomes_that_of_the_file() -> None:

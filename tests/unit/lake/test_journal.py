@@ -15,17 +15,17 @@ import pytest
 from iskander.lake import journal as module
 from iskander.lake.errors import JobConflict, StateError
 from iskander.lake.journal import JOURNAL, PLAN, Finished, Journal
-from iskander.lake.plan import Plan, canonical, unit
+from iskander.lake.plan import JobPlan, canonical, make_unit
 
 SCHEMA = pa.schema([("a", pa.int64())])
 
 
-def a_plan(count: int = 4, fingerprint: str = "f" * 64) -> Plan:
-    units = tuple(unit(i, {"file": i}, rows=10, bytes=100) for i in range(count))
-    return Plan(units, fingerprint, "churn", "3", "d", {"kind": "files"}, SCHEMA)
+def a_plan(count: int = 4, fingerprint: str = "f" * 64) -> JobPlan:
+    units = tuple(make_unit(i, {"file": i}, rows=10, bytes=100) for i in range(count))
+    return JobPlan(units, fingerprint, "churn", "3", "d", {"kind": "files"}, SCHEMA)
 
 
-def done(plan: Plan, index: int) -> Finished:
+def done(plan: JobPlan, index: int) -> Finished:
     return Finished(
         index=index,
         name=plan.units[index].name,

@@ -13,16 +13,16 @@ from iskander.errors import ConfigError
 from iskander.lake.errors import JobConflict
 from iskander.lake.job import Job
 from iskander.lake.plan import (
-    Plan,
+    JobPlan,
     Unit,
     canonical,
     decode_plan,
     encode_plan,
     fingerprint,
-    limited,
+    limit_units,
+    make_unit,
     model_digest,
     total_rows,
-    unit,
 )
 
 PARTS: dict[str, Any] = {
@@ -41,11 +41,11 @@ def a_job(**options: Any) -> Job:
 
 
 def units(*rows: int | None) -> list[Unit]:
-    return [unit(i, {"file": f"{i}"}, rows=each, bytes=100) for i, each in enumerate(rows)]
+    return [make_unit(i, {"file": f"{i}"}, rows=each, bytes=100) for i, each in enumerate(rows)]
 
 
-def a_plan(*rows: int | None) -> Plan:
-    return Plan(
+def a_plan(*rows: int | None) -> JobPlan:
+    return JobPlan(
         units=tuple(units(*rows)),
         fingerprint="f" * 64,
         model="churn",
@@ -149,8 +149,8 @@ def test_model_digest_depends_on_values_and_not_on_their_order() -> None:
 
 def test_unit_name_has_index_and_hash_of_the_locator() -> None:
     first, same, other = (
-        unit(12, {"f": "ü"}, rows=1, bytes=1),
-        *(unit(12, {"f": name}, rows=None, bytes=9) for name in ("ü", "u")),
+        make_unit(12, {"f": "ü"}, rows=1, bytes=1),
+        *(make_unit(12, {"f": name}, rows=None, bytes=9) for name in ("ü", "u")),
     )
     assert first.name == same.name != other.name
     assert re.fullmatch(r"part-00012-[0-9a-f]{8}", first.name)
@@ -169,25 +169,25 @@ def test_limit_cuts_the_unit_that_contains_the_last_row() -> None:
         counted.append(each.index)
         return 10
 
-    kept = limited(units(10, 10, 10, 10), 15, count)
+    kept = limit_units(units(10, 10, 10, 10), 15, count)
     assert [(each.index, each.rows_max) for each in kept] == [(0, None), (1, 5)]
     assert [each.rows for each in kept] == [10, 5] and counted == [0, 1]
-    assert [each.rows_max for each in limited(units(10, 10), 20, count)] == [None, 10]
-    assert [each.rows_max for each in limited(units(10, 10), 99, count)] == [None, 89]
-    assert limited(units(10, 10), None, count) == units(10, 10)
+    assert [each.rows_max for each in limit_units(units(10, 10), 20, count)] == [None, 10]
+    assert [each.rows_max for each in limit_units(units(10, 10), 99, count)] == [None, 89]
+    assert limit_units(units(10, 10), None, count) == units(10, 10)
 
 
 def test_limit_does_not_count_a_single_unit() -> None:
     def count(each: Unit) -> int:
         raise AssertionError(each)
 
-    (only,) = limited(units(None), 3, count)
+    (only,) = limit_units(units(None), 3, count)
     assert only.rows_max == 3 and only.rows is None
 
 
 def test_limit_counts_rows_after_the_filter() -> None:
     """A unit whose rows the filter removes stays in the plan, and takes nothing of the limit."""
-    kept = limited(units(10, 10, 10), 4, lambda each: (0, 4, 9)[each.index])
+    kept = limit_units(units(10, 10, 10), 4, lambda each: (0, 4, 9)[each.index])
     assert [(each.index, each.rows_max) for each in kept] == [(0, None), (1, 4)]
 
 

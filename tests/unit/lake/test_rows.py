@@ -31,8 +31,8 @@ from iskander.lake.rows import (
     Quarantine,
     RowPolicy,
     TooManyErrors,
+    find_rejected_rows,
     is_row_error,
-    isolate,
 )
 
 RESULTS = pa.schema([pa.field("score", pa.float32(), nullable=False)])
@@ -66,7 +66,7 @@ class Server:
 def test_exactly_the_bad_rows_are_found_with_few_calls(case: tuple[int, set[int]]) -> None:
     count, bad = case
     server = Server(bad)
-    results, rejected = isolate(a_batch(count), ERROR, server, ErrorBudget())
+    results, rejected = find_rejected_rows(a_batch(count), ERROR, server, ErrorBudget())
     good = [value for each in results for value in each.column("score").to_pylist()]
     assert good == [i for i in range(count) if i not in bad]
     assert [each.offset for each in rejected] == sorted(bad)
@@ -77,7 +77,7 @@ def test_exactly_the_bad_rows_are_found_with_few_calls(case: tuple[int, set[int]
 
 def test_rejected_batch_of_one_row_is_not_sent_again() -> None:
     server = Server({0})
-    results, rejected = isolate(a_batch(1), ERROR, server, ErrorBudget())
+    results, rejected = find_rejected_rows(a_batch(1), ERROR, server, ErrorBudget())
     assert server.calls == 0 and results == []
     assert [(each.offset, each.code, each.message) for each in rejected] == [
         (0, "contract", "of the batch")

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from iskander.errors import FilterError, SourceChanged, SourceError, Unsupported
 from iskander.lake.filters import parse_filter
-from iskander.lake.plan import ROWS_MAX, Unit, limited, unit
-from iskander.lake.sources import Source, open_source
+from iskander.lake.plan import ROWS_MAX, Unit, limit_units, make_unit
+from iskander.lake.sources import JobSource, open_source
 from iskander.lake.sources import reading as reading_module
 from iskander.lake.sources.files import FileSource
 from iskander.lake.sources.stream import StreamSource
@@ -48,7 +48,7 @@ def write(path: Path, data: pa.Table, **options: Any) -> Path:
 
 
 def read_all(
-    source: Source,
+    source: JobSource,
     columns: Sequence[str] | None = None,
     filter: str | None = None,
     batch_rows: int = 1000,
@@ -62,7 +62,7 @@ def read_all(
     return rows
 
 
-def ids(source: Source, **options: Any) -> list[int]:
+def ids(source: JobSource, **options: Any) -> list[int]:
     return [row["id"] for row in read_all(source, **options)]
 
 
@@ -438,7 +438,7 @@ def test_limit_counts_rows_after_the_filter(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", table(0, 1000), row_group_size=50)
     source = FileSource([str(path)], unit_bytes=1)
     parsed = parse_filter("id >= 120")
-    kept = limited(source.units(), 75, lambda each: source.count(each, parsed))
+    kept = limit_units(source.units(), 75, lambda each: source.count(each, parsed))
     assert ids(source, filter="id >= 120", units=kept, batch_rows=8) == list(range(120, 195))
     assert len(kept) == 4
 
@@ -504,7 +504,7 @@ def test_file_that_changes_is_rejected_under_a_limit(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", table(0, 1000), row_group_size=100)
     source = FileSource([str(path)])
     (only,) = source.units()
-    cut = unit(0, {**only.locator, ROWS_MAX: 150}, rows=150, bytes=1)
+    cut = make_unit(0, {**only.locator, ROWS_MAX: 150}, rows=150, bytes=1)
     batches = source.read(cut, None, None, 100)
     assert next(batches).num_rows == 100
     changes(path, "time")
@@ -531,13 +531,13 @@ def test_ten_thousand_files_open_each_file_once(
     for index in range(1, 10_000):
         os.link(first, tmp_path / f"f{index:05}.parquet")
     paths: list[str] = []
-    real = files_module.opened
+    real = files_module.open_file
 
     def spy(filesystem: Any, path: str) -> Any:
         paths.append(path)
         return real(filesystem, path)
 
-    monkeypatch.setattr(files_module, "opened", spy)
+    monkeypatch.setattr(files_module, "open_file", spy)
     source = FileSource([str(tmp_path)])
     assert len(paths) == len(set(paths)) == 10_000
     units = source.units()
@@ -575,7 +575,7 @@ def test_stream_is_one_unit_that_is_read_once() -> None:
 
 def test_stream_stops_at_the_limit() -> None:
     source = stream_of(table(0, 100))
-    (only,) = limited(source.units(), 42, lambda each: source.count(each, None))
+    (only,) = limit_units(source.units(), 42, lambda each: source.count(each, None))
     assert ids(source, units=[only]) == list(range(42))
 
 

@@ -30,7 +30,7 @@ from pyiceberg.types import DoubleType
 
 from iskander.errors import SourceChanged, SourceError, Unsupported
 from iskander.lake.filters import parse_filter
-from iskander.lake.plan import limited
+from iskander.lake.plan import limit_units
 from iskander.lake.positions import Position
 from iskander.lake.sources import open_source
 from iskander.lake.sources.iceberg import IcebergSource
@@ -140,7 +140,7 @@ def test_renamed_column_is_read_by_its_new_name(table: Any) -> None:
 
 def test_limit_cuts_the_last_unit(table: Any) -> None:
     source = IcebergSource(URI, unit_bytes=1)
-    kept = limited(source.units(), 130, lambda unit: source.count(unit, None))
+    kept = limit_units(source.units(), 130, lambda unit: source.count(unit, None))
     counts = [sum(b.num_rows for b in source.read(unit, ["id"], None, 64)) for unit in kept]
     assert counts == [100, 30]
 

@@ -11,14 +11,14 @@ import pytest
 from iskander.engines.addresses import Addresses
 from iskander.errors import Cancelled, ContractError, NotReady
 from iskander.lake.journal import Finished
-from iskander.lake.plan import unit
+from iskander.lake.plan import make_unit
 from iskander.lake.rows import ErrorBudget, TooManyErrors
 from iskander.lake.run.report import Counters
 from iskander.lake.sinks.writing import Staged
 from iskander.ray import units
 from iskander.ray.units import RayUnits, RemoteUnit
 
-UNIT = unit(0, {"n": 0}, rows=4, bytes=32)
+UNIT = make_unit(0, {"n": 0}, rows=4, bytes=32)
 NONE, OWN = Addresses(None, ()), Addresses("unix:/s", ("h:1",))
 STAGED = Staged(0, "part", 3, 24)
 

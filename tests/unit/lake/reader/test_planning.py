@@ -8,7 +8,7 @@ import pytest
 from iskander.errors import FilterError, LimitExceeded, PermissionDenied, SourceError, Unsupported
 from iskander.gateway.sources.messages import PlanRequest
 from iskander.lake.filters import parse_filter
-from iskander.lake.reader.planning import answer_schema, both, kept_columns
+from iskander.lake.reader.planning import answer_schema, join_conditions, kept_columns
 
 SCHEMA = pa.schema([("id", pa.int64()), ("day", pa.string()), ("y", pa.float32())])
 
@@ -18,14 +18,14 @@ def request(**fields: tuple[str, ...]) -> PlanRequest:
 
 
 def test_no_condition_is_empty_and_one_is_kept_as_it_is() -> None:
-    assert both([]) == ""
-    assert both(["a  > 1 # all"]) == "a  > 1 # all"
+    assert join_conditions([]) == ""
+    assert join_conditions(["a  > 1 # all"]) == "a  > 1 # all"
 
 
 @pytest.mark.parametrize("own", ["x > 1", "x > 1 or x < 0", "x > 1 # or so", " x > 1"])
 def test_both_conditions_apply(own: str) -> None:
     table = pa.table({"x": [-1, 2, 3], "t": ["a", "b", "a"]})
-    text = both(["t == 'a' # those", own])
+    text = join_conditions(["t == 'a' # those", own])
     rows = table.filter(parse_filter(text).expression(table.schema))
     assert (
         rows["x"].to_pylist()
@@ -38,13 +38,13 @@ def test_both_conditions_apply(own: str) -> None:
 @pytest.mark.parametrize("own", ["x > 1) or (x < 1", "1 == 1", "x > 1) #", "__import__('os')", ""])
 def test_condition_that_is_not_valid_by_itself_is_rejected(own: str) -> None:
     with pytest.raises(FilterError):
-        both(["t == 'a'", own])
+        join_conditions(["t == 'a'", own])
 
 
 def test_long_conditions_are_rejected() -> None:
     long = "x in [" + ",".join("1" * 9 for _ in range(500)) + "]"
     with pytest.raises(LimitExceeded, match="limit 8192"):
-        both([long, long])
+        join_conditions([long, long])
 
 
 def test_columns_of_the_answer_select_kept_ones() -> None:

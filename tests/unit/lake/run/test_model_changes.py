@@ -24,7 +24,7 @@ from iskander.errors import (
 )
 from iskander.foundation import clock
 from iskander.lake.errors import JobConflict
-from iskander.lake.plan import Plan
+from iskander.lake.plan import JobPlan
 from iskander.lake.planning import describe, plan_job
 
 RUNTIME = {
@@ -43,7 +43,7 @@ def described(*runtimes: dict[str, Any], files: str = "f", **changes: Any) -> Mo
 
 
 def test_fingerprint_has_the_model_files_and_what_runs_it(tmp_path: Path) -> None:
-    def plan(given: ModelDescription, **options: Any) -> Plan:
+    def plan(given: ModelDescription, **options: Any) -> JobPlan:
         bench = Bench(tmp_path, **options)
         return plan_job(bench.job, bench.source, given).plan
 

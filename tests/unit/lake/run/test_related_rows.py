@@ -18,7 +18,7 @@ from iskander.errors import (
     LimitExceeded,
     ModelMoved,
 )
-from iskander.lake.plan import Plan
+from iskander.lake.plan import JobPlan
 from iskander.lake.planning import plan_job
 
 
@@ -93,7 +93,7 @@ def test_verdict_that_changes_during_the_job_ends_it(tmp_path: Path) -> None:
 
 
 def test_evidence_is_not_in_the_fingerprint_but_the_rule_is(tmp_path: Path) -> None:
-    def plan(rows: dict[str, str], **changes: Any) -> Plan:
+    def plan(rows: dict[str, str], **changes: Any) -> JobPlan:
         bench = Bench(tmp_path)
         bench.client.description = description(metadata={"inputs": ["x"], "rows": rows}, **changes)
         return bench.planned().plan

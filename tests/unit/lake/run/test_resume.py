@@ -24,7 +24,7 @@ from iskander.errors import (
 )
 from iskander.lake.errors import JobConflict
 from iskander.lake.run import runner
-from iskander.lake.run.runner import Interrupted, Stop
+from iskander.lake.run.runner import Interrupted, StopRequest
 from iskander.lake.sinks.errors import OutputError
 
 
@@ -154,7 +154,7 @@ def test_late_units_are_dropped(tmp_path: Path, requests: int, grace_s: float) -
         bench.run(grace_s=grace_s)
     is_over.set()
     assert bench.finished() == {0}
-    bench.client.answer, bench.stop = lambda x: None, Stop()
+    bench.client.answer, bench.stop = lambda x: None, StopRequest()
     bench.run()
     assert [row["y"] for row in bench.sink.committed or []] == [3 * x + 1 for x in range(30)]
 
@@ -165,7 +165,7 @@ def test_stop_during_the_commit_leaves_a_job_that_resumes(tmp_path: Path) -> Non
     with pytest.raises(Interrupted):
         bench.run()
     assert bench.finished() == {0, 1, 2}
-    bench.sink.on_commit, bench.stop = lambda: None, Stop()
+    bench.sink.on_commit, bench.stop = lambda: None, StopRequest()
     assert bench.run().units_resumed == 3
     assert len(bench.sink.committed or []) == 30
 
@@ -205,7 +205,7 @@ def test_unattended_job_is_not_repeated_and_continues_an_unfinished_one(tmp_path
     bench.sink.on_commit = bench.stop.request
     with pytest.raises(Interrupted):
         bench.run()
-    bench.sink.on_commit, bench.stop = lambda: None, Stop()
+    bench.sink.on_commit, bench.stop = lambda: None, StopRequest()
     assert bench.run().units_resumed == 3
     bench.sink.is_done = True
     bench.client.sent.clear()
@@ -230,7 +230,7 @@ def test_rejected_rows_are_counted_after_a_resume(tmp_path: Path) -> None:
     bench.sink.on_commit = bench.stop.request
     with pytest.raises(Interrupted):
         bench.run()
-    bench.sink.on_commit, bench.stop = lambda: None, Stop()
+    bench.sink.on_commit, bench.stop = lambda: None, StopRequest()
     assert bench.run().rejected == 2
 
 
@@ -242,7 +242,7 @@ def test_unit_whose_quarantine_is_lost_is_scored_again(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         bench.run()
     sorted(folder.glob("part-00001*"))[0].unlink()
-    bench.sink.on_commit, bench.stop = lambda: None, Stop()
+    bench.sink.on_commit, bench.stop = lambda: None, StopRequest()
     report = bench.run()
     assert (report.units_resumed, report.quarantined) == (2, 2)
     assert len(sorted(folder.glob("*.parquet"))) == 2

@@ -62,10 +62,10 @@ def test_folders_of_dead_commands_are_deleted(
     (dead / server.LOCK).touch()
     with (alive / server.LOCK).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with server._folder() as folder:
+        with server._locked_folder() as folder:
             assert set(tmp_path.iterdir()) == {alive, new, folder}
             # Another command does not delete this one's.
-            with server._folder():
+            with server._locked_folder():
                 assert folder.exists()
     assert set(tmp_path.iterdir()) == {alive, new}
 
