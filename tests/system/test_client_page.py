@@ -13,9 +13,6 @@ import pytest
 from support.models import ROOT, TWO_TOWER
 from support.processes import Gateway, running
 
-from iskander import errors
-from iskander.client.calls.retry import is_retryable
-
 PAGE = (ROOT / "docs" / "client.md").read_text()
 ADDRESSES = ("127.0.0.1:50051", "127.0.0.1:50052")
 MODEL = {"name": "movielens-two-tower", "path": str(TWO_TOWER), "intra_threads": 1}
@@ -63,13 +60,3 @@ def test_snippet_prints_the_output_below_it(
 def test_every_code_block_is_a_snippet_with_its_output() -> None:
     assert PAGE.count("```") == 4 * sum(map(len, SNIPPETS.values()))
     assert [heading for heading in RECIPES if heading not in SNIPPETS] == []
-
-
-def test_errors_of_the_page_exist_with_their_retries() -> None:
-    (section,) = [text for heading, text in SECTIONS if heading == "Errors"]
-    rows = re.findall(r"^\| (`.+?) \| .+? \| (yes|no)(?:,.*?)? \|", section, re.M)
-    assert len(rows) > 10
-    for names, retried in rows:
-        for name in re.findall(r"`(\w+)`", names):
-            error = getattr(errors, name)("reason")
-            assert is_retryable(error) == (retried == "yes"), name
