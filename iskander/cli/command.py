@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from iskander.cli.tables import Row, render_table
 from iskander.config.loader import Loaded, load_config
+from iskander.config.memory import divide
 from iskander.errors import Fault, IskanderError
 
 if TYPE_CHECKING:
@@ -80,11 +81,17 @@ def add_json(parser: argparse._ActionsContainer) -> None:
 
 
 def read_config(arguments: argparse.Namespace) -> Loaded:
-    """Load the configuration of a command; print its warnings."""
+    """Load the configuration of a command, as the gateway does; print its warnings."""
     loaded = load_config(arguments.file, overrides=tuple(arguments.set))
     for warning in loaded.warnings:
         sys.stderr.write(f"iskander: {warning}\n")
-    return loaded
+    if not loaded.config.server.memory:
+        return loaded
+    from iskander.gateway.supervision.placement.machine import plan_machine
+    from iskander.gateway.transport.limits.machine_memory import memory_bytes
+
+    workers = len(plan_machine(loaded.config).slots)
+    return divide(loaded, workers, memory_bytes()).loaded
 
 
 def connect(

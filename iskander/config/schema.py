@@ -51,6 +51,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             $RUNTIME_DIRECTORY, else a folder per address below $XDG_RUNTIME_DIR or /tmp.
         cores: Cpus reserved for the gateway: a cpu list such as `0,8`, or `auto` for one physical
             core per process, on the first NUMA node with at least two more. Empty: any cpu.
+        memory: Memory of the whole server, such as `8 GiB`, or `50 %` of the machine or the cgroup.
+            The arenas, the budget of received bytes and the buffers of bodies and regions are
+            shares of it, unless they are set; at least a third is left for the processes and their
+            models. Empty: each has its own default.
         processes: Gateway processes that share the port. All of them use the same workers.
         busy_poll_us: Microseconds to poll for messages after the last one, before the gateway
             sleeps. Lowers latency and uses an otherwise idle CPU.
@@ -73,6 +77,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     unix_owner: str = ""
     runtime_directory: str = ""
     cores: str = ""
+    memory: str = ""
     processes: Annotated[int, Meta(ge=1, le=256)] = 1
     busy_poll_us: PollMicroseconds = 0
     drain_s: Live[Seconds] = 30.0

@@ -12,12 +12,13 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvloop
 
 from iskander.config.loader import Loaded, load_config
+from iskander.config.memory import Division, divide
 from iskander.config.schema import Config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
 from iskander.foundation.build_info import describe
@@ -31,6 +32,7 @@ from iskander.gateway.supervision.worker import SlotPlan
 from iskander.gateway.systemd import keep_alive
 from iskander.gateway.telemetry.logs import are_logs_set_up, set_up_logs
 from iskander.gateway.transport.limits.allocator import keep_large_blocks
+from iskander.gateway.transport.limits.machine_memory import memory_bytes
 
 _PR_SET_PDEATHSIG = 1
 PARENT_PID = "ISKANDER_PARENT_PID"
@@ -60,20 +62,32 @@ def main(words: Sequence[str] | None = None) -> None:
         _end_with_parent()
     try:
         loaded = _read(arguments)
-        config = loaded.config
-        set_up_logs(config.admin, arguments.process)
+        set_up_logs(loaded.config.admin, arguments.process)
         for warning in loaded.warnings:
             log.setting_questionable(warning=warning)
-        placed = plan_machine(config)
+        placed = plan_machine(loaded.config)
+        workers = len(placed.slots)
+        division = _divide(loaded, workers, arguments)
+        config = division.loaded.config
+        if division.total_bytes:
+            log.memory_divided(
+                total_bytes=division.total_bytes,
+                shares=division.shares,
+                left_bytes=division.left_bytes,
+            )
+
+        def read_again() -> Config:
+            return _divide(_read(arguments), workers, arguments).loaded.config
+
         # Before the loop's handlers exist, SIGINT ends the process; asyncio's own handler would
         # cancel the startup half way.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if config.server.processes > 1 and arguments.process is None:
-                sys.exit(runner.run(_supervise(config, arguments)))
+                sys.exit(runner.run(_supervise(config, read_again)))
             keep_large_blocks()
             _pin(placed)
-            runner.run(_serve(config, placed.slots, arguments))
+            runner.run(_serve(config, placed.slots, arguments.process, read_again))
     except (ConfigError, ManifestError) as error:
         _end(error, ExitCode.CONFIG)
     except SegmentError as error:
@@ -87,6 +101,13 @@ def _read(arguments: argparse.Namespace) -> Loaded:
     if arguments.process is not None:
         return Loaded(read_settings(arguments.config), {})
     return load_config(arguments.config, overrides=tuple(arguments.set))
+
+
+def _divide(loaded: Loaded, workers: int, arguments: argparse.Namespace) -> Division:
+    """Apply `server.memory`; a child process receives settings that its parent has divided."""
+    if arguments.process is not None:
+        return Division(loaded, 0, {}, 0)
+    return divide(loaded, workers, memory_bytes())
 
 
 def _pin(placed: PlacementPlan) -> None:
@@ -104,13 +125,13 @@ def _pin(placed: PlacementPlan) -> None:
         log.gateway_pinned(cpus=cpus)
 
 
-async def _supervise(config: Config, arguments: argparse.Namespace) -> int:
+async def _supervise(config: Config, read_again: Callable[[], Config]) -> int:
     """Run several processes, each of which runs `_serve`; return the exit code."""
     from iskander.gateway.parent import Parent
 
     command = [sys.executable, "-P", "-m", "iskander.gateway"]
     Path("/proc/self/comm").write_text("isk-gateway")
-    parent = Parent(config, command, lambda: _read(arguments).config)
+    parent = Parent(config, command, read_again)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, parent.on_signal)
@@ -120,9 +141,10 @@ async def _supervise(config: Config, arguments: argparse.Namespace) -> int:
     return ExitCode.INTERRUPTED if parent.is_forced else code
 
 
-async def _serve(config: Config, slots: list[SlotPlan], arguments: argparse.Namespace) -> None:
-    """Run one gateway process until a signal."""
-    process: int | None = arguments.process  # None for a single one.
+async def _serve(
+    config: Config, slots: list[SlotPlan], process: int | None, read_again: Callable[[], Config]
+) -> None:
+    """Run one gateway process until a signal; `process` is its number, None for a single one."""
     name = "isk-gateway" if process is None else f"isk-gateway-{process}"
     Path("/proc/self/comm").write_text(name)
     stop = asyncio.Event()
@@ -170,9 +192,6 @@ async def _serve(config: Config, slots: list[SlotPlan], arguments: argparse.Name
     keep_pandas_out()
     from iskander.gateway.operation import Operation, ask_parent
     from iskander.gateway.server import Server
-
-    def read_again() -> Config:
-        return _read(arguments).config
 
     server = Server(config, slots, process or 0)
     operation = Operation(server, config, read_again, stop.set)

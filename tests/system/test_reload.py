@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -400,3 +401,41 @@ def test_all_processes_apply_live_settings_without_a_replacement(tmp_path: Path)
 def endless(gateway: Gateway) -> Iterator[pa.RecordBatch]:
     while gateway.process is not None:
         yield ROWS
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_memory_of_the_server_is_divided_at_the_start_and_again_at_a_reload(
+    tmp_path: Path, processes: int
+) -> None:
+    models = [{"name": "ids", "path": str(row_ids(tmp_path / "ids"))}]
+    memory = {"memory": "2 GiB", "processes": processes}
+    gateway = Gateway(tmp_path, models, server=memory, workers=ONE_WORKER)
+    sections = tomllib.loads(gateway.config.read_text())
+    sections["arena"] = {"output_bytes": 48 * MIB}
+    gateway.config.write_text(render_config(**sections))
+    server = Server(gateway)
+    try:
+        gateway.start()
+        lines = [line for line in gateway.log.read_text().splitlines() if "MiB left" in line]
+        assert len(lines) == 1, "a child process must not divide the memory again"
+        assert "memory 2048 MiB: arena.input_bytes 256 MiB" in lines[0]
+        arenas = [size for each in processes_of(gateway.runtime) for size in arenas_of(each.pid)]
+        assert set(arenas) == {256 * MIB // processes, 48 * MIB}
+        server.write(limits={"rows": 500_000})
+        gateway.signal(signal.SIGHUP)
+        eventually(
+            lambda: "limits.rows changed" in gateway.log.read_text(), what="a reload of one setting"
+        )
+    finally:
+        gateway.end()
+
+
+def arenas_of(pid: int) -> list[int]:
+    """Sizes of the arenas that a process has open."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            name = os.readlink(entry)
+            if "memfd:iskander-input" in name or "memfd:iskander-output" in name:
+                found.append(entry.stat().st_size)
+    return found

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from iskander.config.memory import GATEWAY_BYTES, WORKER_BYTES
 from iskander.config.models import ModelConfig
 from iskander.config.schema import Config
 from iskander.gateway.supervision.gpus.device import PREFIX, Gpu
@@ -18,8 +19,6 @@ from iskander.gateway.supervision.placement.topology import Topology
 from iskander.gateway.transport.limits.descriptors import RESERVED_MAX
 from iskander.interprocess.memory.backing import huge_pages_needed
 
-GATEWAY_BYTES, WORKER_BYTES = 160 << 20, 130 << 20
-"""Resident bytes of a gateway process and of a worker with a small model, without arenas."""
 GATEWAY_TASKS, WORKER_TASKS = 40, 8
 """Threads of a gateway process with its pool for files, and of a worker beside its models'."""
 

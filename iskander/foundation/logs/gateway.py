@@ -31,6 +31,12 @@ def placement_restricted(*, note: str) -> str:
     return f"placement: {note}"
 
 
+@gateway.info("total_bytes")
+def memory_divided(*, total_bytes: int, shares: str, left_bytes: int) -> str:
+    """The shares of `server.memory` at the start, and what is left for processes and models."""
+    return f"memory {total_bytes >> 20} MiB: {shares}; {left_bytes >> 20} MiB left for models"
+
+
 @gateway.warning("cpus")
 def gateway_not_pinned(*, cpus: str, reason: str) -> str:
     """The gateway cannot be pinned to its cores; it runs on all.
