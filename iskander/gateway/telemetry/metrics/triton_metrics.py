@@ -1,7 +1,7 @@
 """Metrics of model versions under Triton's names, for dashboards made for Triton.
 
 Triton's page calls them counters, but their names lack `_total`, so here they have no type; `rate`
-and `increase` do not need one. `docs/alarms.md` lists the differences and what is left out.
+and `increase` do not need one. `scripts/gen_reference.py` lists what is left out.
 
 Runs on: gateway loop. Source: Triton Inference Server, `docs/user_guide/metrics.md`.
 """
