@@ -33,8 +33,8 @@ class AccessConfig(Section, frozen=True, kw_only=True):
         allow_unprotected_network: Listeners that may be open to the network without TLS or without
             tokens: `server.address`, `http.address`, `inferential.address`, `admin.address` or
             `extensions.protocols.NAME`. Without its name here, a listener on an address other than
-            loopback needs both; the ports of Inferential and of the admin have neither, except that
-            `/events` of the admin port needs a token.
+            loopback needs both. The port of Inferential has neither; that of the admin may have TLS
+            (`admin.tls`), and tokens for `/events` only.
         allowed_hosts: Names in `Host` of requests to `http.address` and `admin.address`, such as
             `scores.example` or `*.svc`, beside those of the server itself. `*`: every name.
         allowed_origins: Origins of web pages, such as `https://ui.example`, that may send requests
@@ -53,6 +53,8 @@ class AccessConfig(Section, frozen=True, kw_only=True):
 
 class TlsConfig(Section, frozen=True, kw_only=True):
     """TLS of `server.address` and `http.address`, except for `unix:` sockets.
+
+    With `admin.tls`, also of `admin.address`.
 
     Attributes:
         certificate: PEM file of the certificate chain; reloaded when it changes. Empty: no TLS.

@@ -268,6 +268,7 @@ class AdminConfig(Section, frozen=True, kw_only=True):
         address: `HOST:PORT` of `/livez`, `/readyz`, `/metrics` and the page over HTTP. Port 0: a
             free port. Empty: disabled. Needs the extra `http`; without the extra, the default is
             empty.
+        tls: Serve this port with the certificate of `tls`: probes and scrapers need `https`.
         page: Serve a page with the state of the server at `/`, and its data at `/status.json`.
         log_level: Lowest level to log.
         log_format: Format of log lines on stderr, also of the workers; JSON has a line for each
@@ -278,6 +279,7 @@ class AdminConfig(Section, frozen=True, kw_only=True):
     restart_reason: ClassVar[str] = "the admin port and the log format are set up at the start"
 
     address: str = "127.0.0.1:50052"
+    tls: bool = False
     page: bool = True
     log_level: Live[Literal["debug", "info", "warning", "error"]] = "info"
     log_format: Literal["text", "json"] = "text"

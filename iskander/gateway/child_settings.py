@@ -75,11 +75,13 @@ def fixed(config: Config) -> dict[str, object]:
             if "gpu" in model.devices
         ],
         "admin.address": config.admin.address,
+        "admin.tls": config.admin.tls,
         "admin.page": config.admin.page,
         "admin.log_format": config.admin.log_format,
         "events": config.events,
-        # The parent verifies the tokens of subscribers.
+        # The parent verifies the tokens of subscribers, and its admin port has the certificate.
         "access": config.access if config.events.enabled else None,
+        "tls": config.tls if config.admin.tls else None,
         "http.address": config.http.address,
         "inferential.address": config.inferential.address,
     }

@@ -31,6 +31,7 @@ class EventStream:
     def __init__(self, config: Config, process: int | None = None) -> None:
         self.publisher: Publisher | None = None
         self._config = config.events
+        self._scheme = "https" if config.admin.tls else "http"
         self._link: ParentLink | None = None
         self._listener: ParentListener | None = None
         if config.events.enabled:
@@ -55,7 +56,7 @@ class EventStream:
 
             self._link = ParentLink(self.publisher, runtime.parent)
         else:
-            self.publisher.address = _url(admin_address)
+            self.publisher.address = self._url(admin_address)
         self.publisher.start()
 
     async def receive(self, runtime: Path, admin_address: str) -> None:
@@ -64,7 +65,7 @@ class EventStream:
             return
         from iskander.gateway.event_stream.parent_link import ParentListener
 
-        self._listener = ParentListener(self.publisher, runtime, _url(admin_address))
+        self._listener = ParentListener(self.publisher, runtime, self._url(admin_address))
         await self._listener.start()
         self.publisher.start()
 
@@ -81,6 +82,5 @@ class EventStream:
         if self._link is not None:
             await self._link.stop()
 
-
-def _url(admin_address: str) -> str:
-    return f"http://{admin_address}/events"
+    def _url(self, admin_address: str) -> str:
+        return f"{self._scheme}://{admin_address}/events"

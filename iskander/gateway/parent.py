@@ -44,6 +44,7 @@ from iskander.gateway.telemetry.logs import set_log_level
 from iskander.gateway.telemetry.status.events import EventLog
 from iskander.gateway.transport.addresses import admin_address, require_addresses
 from iskander.gateway.transport.sockets import ReservedPorts
+from iskander.gateway.transport.tls import HTTP1, Tls
 from iskander.interprocess.control.runtime_directory import (
     ATTACH_SOCKET,
     RuntimeDirectory,
@@ -110,6 +111,7 @@ class Parent:
         self._events = EventLog()
         self._audit = AuditLog(config.access.audit_file)
         self._access: Authenticator | None = None
+        self._tls = Tls(config.tls)
         self._stream = EventStream(config)
         self._reloads = ReloadStatus()
         self._checked_ns = now_ns()
@@ -221,7 +223,7 @@ class Parent:
         """The applied settings, with the reserved ports."""
         config = self._ports.with_reserved_ports(self._config)
         own_admin = "127.0.0.1:0" if self._admin else ""
-        return replace(config, admin=replace(config.admin, address=own_admin))
+        return replace(config, admin=replace(config.admin, address=own_admin, tls=False))
 
     async def _start_admin(self) -> None:
         if address := admin_address(self._config.admin):
@@ -245,10 +247,12 @@ class Parent:
                 page,
                 read_status=status,
                 access=access,
+                tls=self._tls.context(HTTP1) if self._config.admin.tls else None,
                 events=None if self._access is None else self._stream.endpoint(self._access),
-                streams_max=self._config.events.subscribers,
             )
             await self._stream.receive(self._runtime.path, await self._admin.start())
+            if self._config.admin.tls:
+                self._tls.start()
 
     def _start(self, process: ChildProcess) -> None:
         if process.timer is not None:
@@ -465,6 +469,7 @@ class Parent:
         await self._stream.stop()
         if self._admin is not None:
             await self._admin.stop()
+        self._tls.stop()
         if self._access is not None:
             self._access.stop()
             self._audit.stop()

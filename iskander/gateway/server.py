@@ -63,7 +63,7 @@ from iskander.gateway.transport.addresses import (
     sharing_path,
 )
 from iskander.gateway.transport.limits.connection_limits import ConnectionLimits
-from iskander.gateway.transport.tls import Tls
+from iskander.gateway.transport.tls import HTTP1, Tls
 from iskander.interprocess.control.identity import gateway_id
 from iskander.interprocess.control.runtime_directory import Member, RuntimeDirectory
 from iskander.interprocess.memory.backing import Backing, BackingOptions
@@ -256,8 +256,8 @@ class Server:
                 limits,
                 status,
                 access=config.access,
+                tls=self._tls.context(HTTP1) if config.admin.tls else None,
                 events=events,
-                streams_max=config.events.subscribers,
             )
             self._admin_address = await self._admin.start()
         self._stream.start(self._member, self._runtime.path, self._admin_address)

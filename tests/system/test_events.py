@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -18,11 +19,13 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pytest
+import trustme
 from pyarrow import flight
 from support import models
 from support.processes import BIN, Gateway, eventually, running
 from support.proxies import free_ports
 
+from iskander.client import Tls
 from iskander.errors import IskanderError
 from iskander.gateway.auth.tokens import add_token
 
@@ -258,6 +261,40 @@ def test_tokens(tmp_path: Path) -> None:
             assert next(stream.events())["name"] == "completion"
     finally:
         gateway.stop()
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tls_of_the_admin_port(tmp_path: Path, processes: int) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
+    authority.cert_pem.write_to_path(str(tmp_path / "roots.pem"))
+    sections = {
+        "events": ENABLED,
+        "admin": {"tls": True, "address": "127.0.0.1:0"},
+        "tls": {"certificate": str(tmp_path / "server.pem")},
+        "server": {"processes": processes},
+    }
+    secrecy = Tls(tmp_path / "roots.pem")
+    with running(tmp_path, served(tmp_path), secrecy=secrecy, **sections) as gateway:
+        roots = ["--tls-roots", str(tmp_path / "roots.pem")]
+        asking = start("iskander", "events", "--address", gateway.address, *roots, "--count", "1")
+        with gateway.client() as client:
+            eventually(lambda: client.score("ids", BATCH) and asking.poll() is not None)
+        out, errors = asking.communicate()
+        assert asking.returncode == 0 and "completion/ids/1 ok: 3 rows" in out, errors
+        url = urlsplit(url_of(gateway))
+        assert url.scheme == "https" and url.hostname and url.port
+        tls = ssl.create_default_context(cafile=tmp_path / "roots.pem")
+        page = http.client.HTTPSConnection(url.hostname, url.port, context=tls, timeout=WITHIN_S)
+        page.request("GET", "/readyz")
+        assert page.getresponse().status == http.client.OK
+        page.close()
+        plain = http.client.HTTPConnection(url.hostname, url.port, timeout=WITHIN_S)
+        plain.request("GET", "/readyz")
+        with pytest.raises((http.client.HTTPException, OSError)):
+            plain.getresponse()
+        plain.close()
 
 
 @pytest.mark.slow

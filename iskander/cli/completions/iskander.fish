@@ -89,7 +89,7 @@ complete -c iskander -n '_shtab_iskander_using models' -l tls-key -xka "(__fish_
 complete -c iskander -n '_shtab_iskander_using models' -l json -d 'print one JSON value'
 complete -c iskander -n '_shtab_iskander_using models; and test $_shtab_iskander_npos -eq 0' -a compare -d 'Compare the results of a model'"'"'s shadow versions with those of the served ones.'
 complete -c iskander -n '_shtab_iskander_using models compare' -s h -l help -d 'show this help message and exit'
-complete -c iskander -n '_shtab_iskander_using models compare' -l admin -x -d '`admin.address` of the server (default: 127.0.0.1:50052)'
+complete -c iskander -n '_shtab_iskander_using models compare' -l admin -x -d '`admin.address` of the server, or https://HOST:PORT (default: 127.0.0.1:50052)'
 complete -c iskander -n '_shtab_iskander_using models compare' -l json -d 'print one JSON value'
 complete -c iskander -n '_shtab_iskander_using; and test $_shtab_iskander_npos -eq 0' -a load -d 'Load a model of the repository, or its changed files.'
 complete -c iskander -n '_shtab_iskander_using load' -s h -l help -d 'show this help message and exit'

@@ -309,7 +309,7 @@ _shtab_iskander_models_defaults_added=0
 
 _shtab_iskander_models_compare_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--admin[\`admin.address\` of the server (default\: 127.0.0.1\:50052)]:HOST:PORT:"
+  "--admin[\`admin.address\` of the server, or https\:\/\/HOST\:PORT (default\: 127.0.0.1\:50052)]:HOST:PORT:"
   "--json[print one JSON value]"
   ":model name:"
 )

@@ -32,7 +32,7 @@ def add_command(commands: Commands) -> None:
     """Add the command."""
     sentence = "compare the results of a model's shadow versions with those of the served ones"
     parser = command.add_command(commands, "compare", run, sentence, command.add_name)
-    sentence = "`admin.address` of the server (default: %(default)s)"
+    sentence = "`admin.address` of the server, or https://HOST:PORT (default: %(default)s)"
     parser.add_argument("--admin", default=ADMIN, metavar="HOST:PORT", help=sentence)
     command.add_json(parser)
 
@@ -69,15 +69,16 @@ def _read(address: str) -> Any:  # noqa: ANN401
     from urllib.error import URLError
     from urllib.request import ProxyHandler, build_opener
 
+    url = f"{address if '://' in address else f'http://{address}'}/status.json"
     opener = build_opener(ProxyHandler({}))  # Proxies cannot reach ports of this machine.
     try:
-        with opener.open(f"http://{address}/status.json", timeout=ANSWER_S) as response:
+        with opener.open(url, timeout=ANSWER_S) as response:
             return json.loads(response.read(PAGE_BYTES_MAX))
     except (OSError, ValueError, HTTPException) as error:
         reason = error.reason if isinstance(error, URLError) else error
         raise ConnectionFailed(
-            f"no status at http://{address}/status.json: {reason}; it needs `admin.address`, "
-            "`admin.page` and the extra `http`"
+            f"no status at {url}: {reason}; it needs `admin.address`, `admin.page` and the extra "
+            "`http`"
         ) from None
 
 

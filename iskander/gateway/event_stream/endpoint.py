@@ -41,23 +41,27 @@ _LAST_ID: Final = b"last-event-id"
 
 
 class EventEndpoint:
-    """ASGI application of the stream."""
+    """ASGI application of the stream.
+
+    Attributes:
+        streams_max: Open subscriptions; further ones are rejected.
+    """
 
     def __init__(
         self, publisher: Publisher, config: EventsConfig, authenticator: Authenticator
     ) -> None:
-        self.authenticator = authenticator
+        self._authenticator = authenticator
         self._publisher = publisher
-        self._subscribers_max = config.subscribers
+        self.streams_max = config.subscribers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a subscriber with the stream, or with an error."""
         try:
             topics = _read_topics(scope["query_string"])
             grant = await self._authenticate(scope)
-            if self._publisher.readers >= self._subscribers_max:
-                limit = f"limit {self._subscribers_max} (`events.subscribers`)"
-                log.subscriber_rejected(limit=self._subscribers_max)
+            if self._publisher.readers >= self.streams_max:
+                limit = f"limit {self.streams_max} (`events.subscribers`)"
+                log.subscriber_rejected(limit=self.streams_max)
                 raise Overloaded(f"{self._publisher.readers} subscribers of events, {limit}")
         except IskanderError as error:
             await _send_error(error, send)
@@ -79,7 +83,7 @@ class EventEndpoint:
     async def _authenticate(self, scope: Scope) -> Grant:
         """Return the grant of a caller with a token, if the server has tokens."""
         headers = [(name.decode("latin-1"), v.decode("latin-1")) for name, v in scope["headers"]]
-        grant = await self.authenticator.authenticate(headers, origin=scope["origin"])
+        grant = await self._authenticator.authenticate(headers, origin=scope["origin"])
         grant.require_token()
         return grant
 

@@ -12,14 +12,14 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import Receive, Scope, Send
 
 from iskander.config.auth import AccessConfig
 from iskander.config.schema import Config
@@ -32,6 +32,7 @@ from iskander.gateway.transport.http1.listener import Http1Listener
 from iskander.gateway.transport.http1.sites import SitePolicy
 from iskander.gateway.transport.limits.connection_limits import ConnectionLimits
 from iskander.gateway.transport.sockets import keep_alive
+from iskander.gateway.transport.tls import ContextSource
 
 if TYPE_CHECKING:
     from iskander.gateway.telemetry.page.renderer import PageRenderer
@@ -59,13 +60,25 @@ REUSE_NS = 100 * NS_PER_MS
 """Cache lifetime of a page, which limits rendering to ten pages a second."""
 
 
+class EventApp(Protocol):
+    """Application that serves streams of events.
+
+    Attributes:
+        streams_max: Its connections.
+    """
+
+    streams_max: int
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+
+
 class AdminServer:
     """The HTTP server; without `limits` it has connection limits of its own.
 
     `reasons` returns why the gateway is not ready; `render` the page for Prometheus, given whether
     it is OpenMetrics; `read_status` the content of the page, None for no page; `access` has the
-    hosts and origins that may read them; `events` answers `/events`, for up to `streams_max`
-    connections.
+    hosts and origins that may read them; `events` answers `/events`.
     """
 
     def __init__(
@@ -77,13 +90,14 @@ class AdminServer:
         read_status: Callable[[], Awaitable[Status]] | None = None,
         *,
         access: AccessConfig | None = None,
-        events: ASGIApp | None = None,
-        streams_max: int = 0,
+        tls: ContextSource | None = None,
+        events: EventApp | None = None,
     ) -> None:
         self._address, self._limits = address, limits
         self._sites = SitePolicy(access or AccessConfig(), address, probes=PROBES)
         self._reasons, self._render, self._read_status = reasons, render, read_status
-        self._events, self._streams_max = events, streams_max
+        self._tls = tls
+        self._events = events
         self._renderer: PageRenderer | None = None
         self._own_limits: ConnectionLimits | None = None
         self._listener: Http1Listener | None = None
@@ -107,9 +121,9 @@ class AdminServer:
         routes.append(Route("/events", self._events or self._no_events, methods=["GET"]))
         app = Starlette(routes=routes)
         app.router.redirect_slashes = False
-        connections_max = CONNECTIONS_MAX + self._streams_max
+        connections_max = CONNECTIONS_MAX + (self._events.streams_max if self._events else 0)
         self._listener = Http1Listener(
-            app, connections_max, limits, sites=self._sites, slack=0, life_s=CONNECTION_S
+            app, connections_max, limits, self._tls, sites=self._sites, slack=0, life_s=CONNECTION_S
         )
         keep_alive(bound)
         host, port = bound.getsockname()[:2]

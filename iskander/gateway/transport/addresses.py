@@ -93,7 +93,8 @@ def _listeners(config: Config) -> Iterator[Listener]:
     if isinstance(inferential, str):
         yield Listener("inferential.address", inferential, neither, is_protectable=False)
     if address := admin_address(config.admin):
-        yield Listener("admin.address", address, neither, is_protectable=False)
+        lacks = neither[config.admin.tls :]
+        yield Listener("admin.address", address, lacks, is_protectable=False)
 
 
 def _resolved(address: str) -> set[str]:
@@ -123,6 +124,8 @@ def _require_http(config: Config, used: dict[str, str]) -> None:
     if config.events.enabled and not admin_address(config.admin):
         why = f"{missing} is not installed: {HTTP_INSTALL}" if missing else "which is empty"
         raise ConfigError(f"events.enabled: events are served at admin.address, {why}")
+    if config.admin.tls and not config.tls.certificate:
+        raise ConfigError("admin.tls needs tls.certificate, which is empty")
     if config.admin.address and not admin_address(config.admin):
         log.admin_port_missing(package=str(missing), install=HTTP_INSTALL)
     for setting, address in (

@@ -39,9 +39,7 @@ class Served:
         self.publisher = Publisher(config)
         self.authenticator = Authenticator(access, lambda: None)
         self.endpoint = EventEndpoint(self.publisher, config, self.authenticator)
-        self.server = AdminServer(
-            "127.0.0.1:0", list, _no_metrics, events=self.endpoint, streams_max=config.subscribers
-        )
+        self.server = AdminServer("127.0.0.1:0", list, _no_metrics, events=self.endpoint)
         self.address = ""
         self.streams: list[Stream] = []
 

@@ -44,6 +44,14 @@ def test_zmq_address(address: str, converted: str | Path | None) -> None:
     assert zmq_address(address) == converted
 
 
+def test_tls_of_the_admin_port_needs_a_certificate() -> None:
+    sections: dict[str, object] = {"admin": {"tls": True}}
+    with pytest.raises(ConfigError, match=r"admin\.tls needs tls\.certificate"):
+        require_addresses(msgspec.convert(sections, Config))
+    sections["tls"] = {"certificate": "server.pem"}
+    require_addresses(msgspec.convert(sections, Config))
+
+
 def test_events_need_the_admin_port(monkeypatch: pytest.MonkeyPatch) -> None:
     sections = {"events": {"enabled": True}, "admin": {"address": ""}}
     with pytest.raises(ConfigError, match=r"at admin\.address, which is empty"):
