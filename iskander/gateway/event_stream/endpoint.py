@@ -57,7 +57,7 @@ class EventEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a subscriber with the stream, or with an error."""
         try:
-            topics = _read_topics(scope["query_string"])
+            topics = read_topics(scope["query_string"])
             grant = await self._authenticate(scope)
             if self._publisher.readers >= self.streams_max:
                 limit = f"limit {self.streams_max} (`events.subscribers`)"
@@ -156,7 +156,7 @@ class Selection:
         return may_see and topic.startswith(self._begins)
 
 
-def _read_topics(query: bytes) -> tuple[str, ...]:
+def read_topics(query: bytes) -> tuple[str, ...]:
     """Return the values of `topic`. Raises MalformedInput for another parameter, or too many."""
     try:
         pairs = parse_qsl(query.decode("ascii"), True, max_num_fields=TOPICS_MAX, errors="strict")

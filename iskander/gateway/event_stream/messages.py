@@ -13,12 +13,13 @@ Pure. Source: WHATWG HTML, section 9.2 "Server-sent events".
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from iskander.errors import ProtocolError
+from iskander.foundation.decoders import DECODE_ERRORS
 
 COMPLETION: Final = "completion"
 LOST: Final = "lost"
@@ -27,6 +28,8 @@ HEARTBEAT_S: Final = 10.0
 RETRY_MS: Final = 1000
 """Time after which a browser connects again."""
 OPENING: Final = b"retry: %d\n\n" % RETRY_MS
+EVENT_BYTES_MAX: Final = 1 << 20
+"""A reader's limit; fields and texts of log events are much shorter."""
 END: Final = b"\n\n"
 """After each event; JSON has no line end."""
 _POSITION: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,18})")
@@ -133,7 +136,7 @@ class SentEvent(NamedTuple):
         """Decode the data; raises ProtocolError."""
         try:
             return _decode(self.data)
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             raise ProtocolError(f"this is no event of an event stream: {error}") from None
 
 
@@ -171,3 +174,26 @@ def parse_event(lines: str) -> SentEvent:
         if name in fields:
             fields[name] = value.removeprefix(" ")
     return SentEvent(fields["id"], fields["event"], fields["data"])
+
+
+def read_events(readline: Callable[[int], bytes]) -> Iterator[SentEvent]:
+    """Yield the complete events of a stream, of which `readline` returns a line with its end.
+
+    Raises:
+        ProtocolError: An event has more than `EVENT_BYTES_MAX` bytes.
+    """
+    lines: list[str] = []
+    left = EVENT_BYTES_MAX
+    while line := readline(left + 1):
+        left -= len(line)
+        if left < 0:
+            raise ProtocolError(f"event of more than {EVENT_BYTES_MAX} bytes in an event stream")
+        if not line.endswith(b"\n"):
+            return  # The connection was lost in the line.
+        if text := line.decode("utf-8", "replace").rstrip("\r\n"):
+            lines.append(text)
+            continue
+        if lines:
+            yield parse_event("\n".join(lines))
+        lines.clear()
+        left = EVENT_BYTES_MAX

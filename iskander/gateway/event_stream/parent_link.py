@@ -12,13 +12,12 @@ from typing import Final
 
 from iskander.errors import ProtocolError
 from iskander.foundation.logs import network as log
-from iskander.gateway.event_stream.messages import END, parse_event
+from iskander.gateway.event_stream.messages import END, EVENT_BYTES_MAX, parse_event
 from iskander.gateway.event_stream.publisher import POLL_S, STOP_S, Publisher
 
 SOCKET: Final = "events.sock"
 """In the parent's runtime directory."""
 CHUNK_BYTES: Final = 65_536
-EVENT_BYTES_MAX: Final = 1 << 20
 EVENTS_PER_TURN: Final = 64
 
 

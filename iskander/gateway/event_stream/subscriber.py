@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import ssl
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlencode, urlsplit
+
+import msgspec
 
 from iskander.errors import ConnectionFailed, IskanderError, ProtocolError
 from iskander.foundation.clock import NS_PER_S, now_ns, pause_s
-from iskander.gateway.event_stream.messages import HEARTBEAT_S, RETRY_MS, SentEvent, parse_event
+from iskander.foundation.decoders import DECODE_ERRORS
+from iskander.gateway.event_stream.messages import HEARTBEAT_S, RETRY_MS, SentEvent, read_events
 
 PATH: Final = "/events"
 SILENT_S: Final = 3 * HEARTBEAT_S
 """A connection without a byte for this time is lost."""
 RETRIES_NS: Final = 60 * NS_PER_S
 """The server is gone if it does not answer for this time."""
-LINE_BYTES_MAX: Final = 1 << 20
 ERROR_BYTES_MAX: Final = 65_536
 _RETRIED: Final = (429, 502, 503, 504)
 
@@ -69,7 +70,7 @@ class Subscriber:
         response = self._connect()
         while True:
             with contextlib.suppress(OSError, http.client.HTTPException):
-                for event in _read(response):
+                for event in read_events(response.readline):
                     if event.position:
                         self._headers["last-event-id"] = event.position
                     if event.name:
@@ -116,26 +117,13 @@ class Subscriber:
         raise _rejection(self._url, response.status, body)
 
 
-def _read(response: http.client.HTTPResponse) -> Iterator[SentEvent]:
-    lines: list[str] = []
-    while line := response.readline(LINE_BYTES_MAX):
-        if len(line) >= LINE_BYTES_MAX:
-            raise ProtocolError(f"line of more than {LINE_BYTES_MAX} bytes in an event stream")
-        text = line.decode("utf-8", "replace").rstrip("\r\n")
-        if text:
-            lines.append(text)
-        elif lines:
-            yield parse_event("\n".join(lines))
-            lines.clear()
-
-
 def _rejection(url: str, status: int, body: bytes) -> IskanderError:
     """Return the error of a response."""
     text = body.decode("utf-8", "replace").strip()
-    with contextlib.suppress(ValueError):
-        detail: Any = json.loads(text)
-        if isinstance(detail, dict) and isinstance(detail.get("error"), str):
-            error = IskanderError.from_wire({**detail, "message": detail["error"]})
+    with contextlib.suppress(*DECODE_ERRORS):
+        detail = msgspec.json.decode(body)
+        if isinstance(detail, dict):
+            error = IskanderError.from_wire({**detail, "message": detail.get("error")})
             if status not in _RETRIED:
                 return error
             text = error.message

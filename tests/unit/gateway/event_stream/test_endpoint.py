@@ -48,7 +48,7 @@ class Served:
         event = Completion(
             at_s=1.0, model=model, version="1", protocol="grpc", method="M", **fields
         )
-        self.publisher.recorder._add(event)
+        self.publisher.publish(f"completion/{model}/1", "completion", encode(event))
 
     async def open(self, path: str = "/events", **headers: str) -> Stream:
         host, _, port = self.address.rpartition(":")

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from iskander.errors import ConnectionFailed, MalformedInput, ProtocolError
+from iskander.gateway.event_stream import messages
 from iskander.gateway.event_stream import subscriber as module
 from iskander.gateway.event_stream.subscriber import Subscriber
 
@@ -86,12 +87,24 @@ def test_other_answer_is_a_failed_connection(status: int, body: bytes) -> None:
         next(Subscriber(url).events())
 
 
-def test_long_line_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LINE_BYTES_MAX", 100)
-    expected = pytest.raises(ProtocolError, match="line of more than 100 bytes")
-    answer = OK + b"data: " + b"x" * 200
-    with answering(answer) as (url, _), expected, closing(Subscriber(url)) as subscriber:
-        next(subscriber.events())
+def test_endless_event_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "EVENT_BYTES_MAX", 100)
+    for endless in (b"data: " + b"x" * 200, b"data: x\n" * 20):
+        expected = pytest.raises(ProtocolError, match="event of more than 100 bytes")
+        with answering(OK + endless) as (url, _), expected, closing(Subscriber(url)) as subscriber:
+            next(subscriber.events())
+
+
+def test_deeply_nested_answers_are_errors() -> None:
+    nested = b'{"kind":"change","x":' + b"[" * 20_000
+    answer = OK + b"event: worker\ndata: " + nested + b"\n\n"
+    with answering(answer) as (url, _), closing(Subscriber(url)) as subscriber:
+        event = next(subscriber.events())
+    with pytest.raises(ProtocolError, match="no event of an event stream"):
+        event.decode()
+    head = b"HTTP/1.1 400 X\r\nContent-Length: %d\r\n\r\n" % len(nested)
+    with answering(head + nested) as (url, _), pytest.raises(ConnectionFailed, match="status 400"):
+        next(Subscriber(url).events())
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:1", "tcp://127.0.0.1:1", "http://", "https:///events"])
