@@ -36,7 +36,7 @@ from iskander.config.tracing import TracingConfig
 from iskander.foundation.decoders import thread_safe
 
 HEADER_BYTES_MAX = MIB
-"""Space beside a batch's body for its metadata and padding."""
+"""Longest metadata and padding of a batch; they are not part of `limits.bytes`."""
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):
@@ -95,7 +95,8 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         bytes: Bytes of a batch, decompressed.
         columns: Columns of a batch.
         string_bytes: Bytes of the strings of a batch: inputs and passed-through columns.
-        result_bytes: Bytes of the results of a batch, or of its rows in one bucket.
+        result_bytes: Bytes of the results of a request: those of a batch, or of its rows in one
+            bucket if the model has buckets of lengths.
         nesting: Depth of a column's type; a primitive type has depth 1.
         fields: Fields of a schema at all depths: columns, and fields inside their types.
         schema_metadata_bytes: Bytes of the custom metadata of a schema and its fields.
@@ -103,7 +104,7 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         message_bytes: Bytes of one gRPC message or HTTP body.
         streams: DoExchange streams open at once, and as many calls of other kinds. A caller leaves
             a ninth of them to others. At the limit, a stream that made no progress for 2 s ends
-            with the retryable error `overloaded` for a caller with fewer.
+            with the retryable error `overloaded`, to make room for a caller that has fewer.
         window_batches: Batches of one stream in flight before the server stops reading it.
         window_bytes: Bytes of one stream in flight before the server stops reading it.
         arena_wait_ms: Milliseconds to wait for free space in a full arena.
@@ -189,14 +190,15 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
             limit.
         crash_loop: Consecutive deaths, each within 10 s of service, that are a crash loop.
         model_deaths: Deaths of a model's own worker during its batches, within `model_deaths_s`,
-            before its requests are rejected for `quarantine_s`; those by one source count once. A
-            model of the shared workers gets one of its own after the first death. 0: neither.
+            before its requests are rejected for `quarantine_s`; deaths by requests of one source
+            count once. A model of the shared workers gets a worker of its own after the first
+            death. 0: no worker of its own, and no quarantine.
         model_deaths_s: Seconds over which `model_deaths` are counted, and after which a model
             without a death returns to the shared workers; doubled each time it leaves them.
         quarantine_s: Seconds for which the requests of a model are rejected; doubled, up to an
             hour, each time the model ends a worker again soon after.
-        reattach_s: Seconds for which workers wait for a new gateway after theirs died, or after any
-            end of it without `spawn`; 0: no limit.
+        reattach_s: Seconds for which workers wait for a new gateway after theirs died, or, without
+            `spawn`, after it ended in any way; 0: no limit.
     """
 
     restart_reason: ClassVar[str] = "workers are placed and set up when they start"

@@ -15,7 +15,7 @@ addresses = Source("iskander.addresses")
 
 @gateway.warning("warning")
 def setting_questionable(*, warning: str) -> str:
-    """A setting has a deprecated name; the present one is used.
+    """A setting has a deprecated name, and is read as the setting that replaced it.
 
     Do: Rename it; `iskander check --fix FILE` does so in the file.
     """
@@ -180,7 +180,7 @@ def stopped() -> str:
 def reload_ignored(*, reason: str) -> str:
     """A reload was not started.
 
-    Do: Repeat it when the gateway serves, and the reload before it has ended.
+    Do: Repeat it when the gateway serves and the earlier reload has ended.
     """
     return f"reload ignored: {reason}"
 
@@ -251,7 +251,7 @@ def replacement_undone(*, child: int, note: str) -> str:
 
 @processes.error("child")
 def replacement_incomplete(*, child: int, note: str) -> str:
-    """A process does not get ready after a reload, nor with the previous settings if restored.
+    """A process does not get ready after a reload, nor after a return to the previous settings.
 
     Do: Read the log of that process; the others keep serving.
     """

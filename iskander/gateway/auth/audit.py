@@ -36,7 +36,7 @@ REFUSALS_MAX: Final = QUEUE_MAX // 2
 """Waiting records above which those of refused callers are dropped; the rest is for actions."""
 SUMMARY_S: Final = 60.0
 HOSTS_MAX: Final = 64
-"""Hosts with numbers of their own in the summary of an action."""
+"""Hosts whose refusals the summary of an action counts separately."""
 STOP_S: Final = 5.0
 OTHER: Final = "(other)"
 SERVER: Final = "(server)"
@@ -159,7 +159,10 @@ class AuditLog:
                     self.record(action, "", outcome, actor=actor, origin=origin, count=count)
 
     def _count(self, action: str, outcome: str, actor: str, origin: Origin) -> int:
-        """Count a refusal; return the number of its kind since the last summary."""
+        """Count a refusal, after a summary that is due.
+
+        Returns the number of such refusals since the last summary.
+        """
         self.poll()
         counts = self._refusals.setdefault(action, Counter())
         key = (outcome, actor, origin.host or OTHER, ",".join(origin.certificate[:1])[:256])

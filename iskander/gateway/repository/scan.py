@@ -42,8 +42,8 @@ class ScannedModel(NamedTuple):
     """Stamps of a model's `model.toml` and versions; or why the versions are unknown.
 
     Attributes:
-        unloaded: Versions that calls have unloaded. They are not loaded, and the routing may refer
-            to them.
+        unloaded: Versions that calls have unloaded. They are not loaded; the routing may still
+            name them without an error.
     """
 
     settings: str
@@ -92,7 +92,8 @@ def stamp_of(folder: Path, marker: str = "") -> str:
     if marker and not _stat_of(folder / marker):
         return ""
     states: list[str] = []
-    states += [f"{path.relative_to(folder)} {_stat_of(path)}" for path in _files(folder, states)]
+    for path in _files(folder, states):
+        states.append(f"{path.relative_to(folder)} {_stat_of(path)}")
     if not states:
         return ""
     text = "\n".join(sorted(states)).encode(errors="surrogateescape")
@@ -100,7 +101,11 @@ def stamp_of(folder: Path, marker: str = "") -> str:
 
 
 def read_settings(root: Path, name: str, config: Config) -> ModelFile:
-    """Read a model's `model.toml` over the configuration; raise ConfigError if it is invalid."""
+    """Read a model's `model.toml`, with the configuration's lanes as defaults.
+
+    Raises:
+        ConfigError: It is invalid.
+    """
     try:
         file = existing_inside(root / name, SETTINGS)
         raw = b"" if file is None else read_plain(file, SETTINGS_BYTES_MAX + 1)

@@ -21,7 +21,7 @@ from iskander.gateway.scheduling.request import Request
 Entering = TypeVar("Entering", bound=Request)
 
 
-def nothing(_: Request) -> None:
+def do_nothing(_: Request) -> None:
     """Do nothing with a request that enters."""
 
 
@@ -38,7 +38,7 @@ class Entry:
         queue: Callable[[Request, list[Request]], None],
         limits: LimitsConfig,
     ) -> None:
-        """`queue` queues a request and evicts the queued ones of the list."""
+        """`queue` queues a request, and evicts the queued requests in the list."""
         self._arena = arena
         self._queue = queue
         self.quotas: Mapping[str, Quota] = {}
@@ -49,13 +49,13 @@ class Entry:
         self._wait_ms = limits.arena_wait_ms
         self._result_bytes = limits.result_bytes
 
-    def enter(self, request: Entering, entered: Callable[[Entering], None] = nothing) -> bool:
+    def enter(self, request: Entering, entered: Callable[[Entering], None] = do_nothing) -> bool:
         """Check, place and queue a request, if that is possible at once.
 
         Args:
             request: A new request.
-            entered: Called before the request is queued, because results may follow at once. Its
-                error withdraws the request.
+            entered: Called before the request is queued, because results may follow at once. If it
+                raises, the request gives back its memory, and is not queued.
 
         Returns:
             False if it is large or there is no memory: continue with `enter_later`, and read no
@@ -78,7 +78,7 @@ class Entry:
             )
         self._arena.arena.require_fits(request.input_bytes)
         if self.quotas:
-            self._require_quota(request)
+            self._take_quota(request)
         if not self._arena.place(request):
             return False
         if self.quotas:
@@ -87,7 +87,7 @@ class Entry:
         return True
 
     async def enter_later(
-        self, request: Entering, entered: Callable[[Entering], None] = nothing
+        self, request: Entering, entered: Callable[[Entering], None] = do_nothing
     ) -> None:
         """Wait for memory, then place and queue a request; arguments as of `enter`.
 
@@ -149,8 +149,11 @@ class Entry:
             retry_after_ms=request.lane.retry_after_ms(now),
         )
 
-    def _require_quota(self, request: Request) -> None:
-        """Require that the limits of the grant permit a request, and count it; once for each."""
+    def _take_quota(self, request: Request) -> None:
+        """Require that the limits of the grant permit a request, and take it from its rates.
+
+        Called once for each request.
+        """
         quota = self.quotas.get(request.terms.source.tenant)
         if quota is None or request.is_part:
             return
@@ -166,7 +169,7 @@ class Entry:
             raise
 
     def _give_back_rate(self, request: Request) -> None:
-        """Undo what `_require_quota` took from the rates of the grant."""
+        """Undo what `_take_quota` took from the rates of the grant."""
         quota = self.quotas.get(request.terms.source.tenant)
         if quota is not None and not request.is_part:
             quota.give_back_rate(request.whole[0] if request.whole else request.rows)

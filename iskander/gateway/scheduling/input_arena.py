@@ -215,7 +215,7 @@ class InputArena:
         """Grant leases to waiting sources round-robin, to each in order of arrival.
 
         A large request whose source holds nothing blocks those of other sources; otherwise it would
-        starve. A source that holds leases gets memory back without that.
+        starve. A source that holds leases need not block others: its own leases come back to it.
         """
         is_large_blocked = False
         is_progress = bool(self._waiting)

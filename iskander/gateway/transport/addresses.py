@@ -28,11 +28,13 @@ HTTP_INSTALL = "`pip install 'iskander[http]'`"
 
 
 def require_addresses(config: Config) -> None:
-    """Raise `ConfigError` for an invalid or unprotected address, an owner, or a missing package.
+    """Raise `ConfigError` for an address on which the server cannot or must not listen.
+
+    It is invalid or unprotected, the owner of its socket is unknown, or a package is missing.
 
     Without the HTTP packages, the default admin port is skipped with a warning.
     """
-    owner_of(config.server)
+    owner_of(config.server)  # Raises if the user or group is unknown.
     for address in config.addresses:
         where = f"server.address {address}"
         path = unix_path(address)
@@ -56,7 +58,10 @@ def require_addresses(config: Config) -> None:
 
 
 def require_protected(config: Config, listener: Listener) -> None:
-    """Raise `ConfigError` for a listener that is open to the network without permission."""
+    """Raise `ConfigError` for a listener that is open to the network without permission.
+
+    A permitted one is logged.
+    """
     resolved, allowed = _resolved(listener.address), config.access.allow_unprotected_network
     if error := exposure_error(listener, resolved, allowed):
         raise ConfigError(error)
@@ -75,7 +80,7 @@ def require_extension_protected(config: Config, name: str, address: str) -> None
 
 
 def _lacks(config: Config) -> tuple[str, ...]:
-    """What a listener lacks that uses the tokens and TLS of the configuration."""
+    """Which of TLS and tokens the configuration does not set, for error texts."""
     tls, tokens = config.tls.certificate, config.access.tokens
     needed = (("TLS (`tls.certificate`)", tls), ("tokens (`access.tokens`)", tokens))
     return tuple(name for name, value in needed if not value)
@@ -119,7 +124,10 @@ def _missing_http_package() -> str:
 
 
 def _require_http(config: Config, used: dict[str, str]) -> None:
-    """Check the admin and HTTP addresses and packages; add the addresses to `used`."""
+    """Check the admin and HTTP addresses and their packages.
+
+    Adds the addresses to `used`, in which the next check finds them.
+    """
     missing = _missing_http_package()
     if config.events.enabled and not admin_address(config.admin):
         why = f"{missing} is not installed: {HTTP_INSTALL}" if missing else "which is empty"

@@ -1,4 +1,6 @@
-"""Plans in use by open streams and a cache of idle ones, charged to the receive budget.
+"""Plans of open streams, and a cache of idle ones, charged to the receive budget.
+
+A plan says how the columns of a schema become the inputs of a model, and its outputs columns.
 
 A plan has many times the bytes of its schema. Its bytes are charged once for all streams that use
 it, and released when no stream uses it and it has left the cache.
@@ -22,10 +24,10 @@ from iskander.gateway.scheduling.lanes.lane import Lane
 IDLE_BYTES_MAX: Final = 16 << 20
 """Limit of the bytes of plans that no stream uses."""
 IDLE_SHARE: Final = 16
-"""Such plans have at most one part in so many of the receive budget."""
+"""Idle plans have at most one part in 16 of the receive budget."""
 RETRY_MS: Final = 1000
 REST_FACTOR: Final = 4
-"""A caller builds plans for at most one fifth of the time, of which a thread runs Python."""
+"""After a build, a caller waits four times as long: it builds plans for a fifth of the time."""
 REST_FROM_NS: Final = 5 * NS_PER_MS
 """Shorter builds are free: those of a few hundred columns."""
 Key = tuple[int, bytes]
@@ -115,9 +117,9 @@ class Plans:
                 plan, used_ns = await self.threads.run(_timed_plan, header, contract, limits)
                 if used_ns > REST_FROM_NS:
                     self.threads.rest(caller, REST_FACTOR * used_ns / NS_PER_S)
-                rest = plan.memory_bytes - size
-                self._charge(rest)
-                size += rest
+                more_bytes = plan.memory_bytes - size
+                self._charge(more_bytes)
+                size += more_bytes
             except BaseException:
                 self._release(size)
                 raise

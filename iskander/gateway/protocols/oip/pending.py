@@ -25,7 +25,7 @@ from iskander.gateway.transport.http2.call import Call, Message
 
 
 class PendingInfer:
-    """A request of a call, and the caller of its `Request`.
+    """A request of a call, and the receiver of its results (`Caller`).
 
     After `begin`, one of `answer` and `reject` is called once, unless the request is withdrawn.
 
@@ -62,7 +62,7 @@ class PendingInfer:
         self.request_id = b""
 
     def answer(self, parts: list[Message]) -> None:
-        """Take the response, a ModelInferResponse in parts."""
+        """Take the response, a ModelInferResponse in parts; call `end_trace` once it is written."""
         raise NotImplementedError
 
     def reject(self, error: Exception) -> None:
@@ -94,12 +94,12 @@ class PendingInfer:
         self.end_trace(GONE)
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
-        """Answer with the results; see `Caller`."""
+        """Answer with the results of the worker."""
         if not self._is_over:
             self._answer(request.rows, results)
 
     def fail(self, _: Request, error: IskanderError) -> None:
-        """Reject the request; see `Caller`."""
+        """Reject the request with an error of the queue or of the worker."""
         self._fail(error)
 
     def end_trace(self, error: IskanderError | None) -> None:

@@ -33,12 +33,15 @@ Described: TypeAlias = tuple[str, str, tuple[int, ...]]
 
 
 def raw_strings(values: Iterable[bytes]) -> bytes:
-    """Encode strings in the raw form."""
+    """Encode strings in the raw form: each one after its length, four bytes, little-endian."""
     return b"".join(chain.from_iterable((struct.pack("<I", len(each)), each) for each in values))
 
 
 def raw_to_body(raw: memoryview, count: int) -> memoryview:
-    """Convert exactly `count` raw strings to the form of `strings_to_body`; 0.3 us of CPU each."""
+    """Convert `count` raw strings to Arrow's form: `count + 1` offsets (int32), then all texts.
+
+    Costs 0.3 us of CPU for each string. Raises MalformedInput unless there are exactly `count`.
+    """
     end = len(raw)
     if count < 0:
         raise MalformedInput(f"a shape of {count} strings is negative")
@@ -79,7 +82,7 @@ def raw_to_body(raw: memoryview, count: int) -> memoryview:
 
 
 def body_to_raw(body: memoryview, count: int) -> memoryview:
-    """Convert `count` strings from the form of `strings_to_body` to the raw form."""
+    """Convert `count` strings from Arrow's form, offsets and texts, to the raw form."""
     if not count:
         return NOTHING
     begin = (count + 1) * OFFSET_BYTES

@@ -23,7 +23,8 @@ class RequestRecord(msgspec.Struct, array_like=True, gc=False):
 
     Attributes:
         spans: Number of its spans, at most.
-        system: Of the method, as `name`.
+        system: Protocol of the method: `http`, or the value of `rpc.system`.
+        name: Route or method.
         reason: Why it is traced.
         parent_id: Caller's span; empty for none.
         state: Header `tracestate` of the caller.
@@ -66,7 +67,7 @@ class ExportSettings(msgspec.Struct, frozen=True):
     Attributes:
         endpoint: URL for traces; empty: that of the environment.
         resource: Attributes of the gateway process.
-        addresses: Host and port by system, if it has one listener.
+        addresses: Host and port of each system (`RequestRecord.system`) with exactly one listener.
     """
 
     endpoint: str
@@ -78,7 +79,7 @@ class ExportReport(msgspec.Struct, frozen=True, array_like=True):
     """Result of an export.
 
     Attributes:
-        taken: `RequestRecord.spans` of the records whose spans are exported or failed.
+        taken: Sum of `RequestRecord.spans` of the records whose spans are exported or failed.
         reason: Explains the failure.
     """
 

@@ -90,7 +90,7 @@ class SpanBuilder:
         self._built: OrderedDict[int, None] = OrderedDict()
 
     def build(self, records: Iterable[RequestRecord]) -> list[Span]:
-        """Return the spans of requests, and of those batches of theirs that had none yet."""
+        """Return the spans of requests, and of their batches, as far as these have no spans yet."""
         spans: list[Span] = []
         batches: dict[int, tuple[BatchRun, RequestRecord, list[Context]]] = {}
         for record in records:
@@ -107,7 +107,7 @@ class SpanBuilder:
         return spans
 
     def _batch(self, run: BatchRun, record: RequestRecord, requests: list[Context]) -> Span:
-        attributes = _model(record) | _worker(run)
+        attributes = _model_attributes(record) | _run_attributes(run)
         return Span(
             "batch",
             self._batch_context(run),
@@ -131,7 +131,7 @@ class SpanBuilder:
             int.from_bytes(record.parent_id, "big"),
             record.arrived_ns,
             record.ended_ns,
-            self._method(record) | _outcome(record) | _request_attributes(record),
+            self._method(record) | _outcome_attributes(record) | _request_attributes(record),
             is_server=True,
             state=record.state,
             links=[self._batch_context(run) for run in record.runs],
@@ -158,10 +158,10 @@ class SpanBuilder:
             )
         for run in record.runs:
             begun_ns = max(run.ended_ns - run.run_ns, run.sent_ns)
-            yield child("dispatch", run.sent_ns, begun_ns, _worker(run))
+            yield child("dispatch", run.sent_ns, begun_ns, _run_attributes(run))
             if run.outcome:
                 continue
-            running = child("run", begun_ns, run.ended_ns, _worker(run))
+            running = child("run", begun_ns, run.ended_ns, _run_attributes(run))
             yield running._replace(links=[self._batch_context(run)])
             for name, step_ns in run.steps:
                 end_ns = min(begun_ns + step_ns, run.ended_ns)
@@ -193,7 +193,7 @@ class SpanBuilder:
         return attributes
 
 
-def _outcome(record: RequestRecord) -> dict[str, Value]:
+def _outcome_attributes(record: RequestRecord) -> dict[str, Value]:
     attributes: dict[str, Value] = {
         "iskander.outcome": record.error or "ok",
         "iskander.sampled_by": record.reason,
@@ -203,7 +203,7 @@ def _outcome(record: RequestRecord) -> dict[str, Value]:
     return attributes
 
 
-def _model(record: RequestRecord) -> dict[str, Value]:
+def _model_attributes(record: RequestRecord) -> dict[str, Value]:
     return {
         "iskander.model": record.model,
         "iskander.version": record.version,
@@ -214,14 +214,14 @@ def _model(record: RequestRecord) -> dict[str, Value]:
 def _request_attributes(record: RequestRecord) -> dict[str, Value]:
     if not record.model:
         return {}
-    return _model(record) | {
+    return _model_attributes(record) | {
         "iskander.rows": record.rows,
         "iskander.bucket": record.bucket,
         "iskander.priority": record.priority,
     }
 
 
-def _worker(run: BatchRun) -> dict[str, Value]:
+def _run_attributes(run: BatchRun) -> dict[str, Value]:
     return {
         "iskander.batch.id": run.batch_id,
         "iskander.batch.rows": run.rows,
@@ -252,7 +252,7 @@ def _events(record: RequestRecord) -> Iterator[Event]:
 def _waits(record: RequestRecord) -> Iterator[tuple[int, int]]:
     """Begin and end of the time in the queue, for each attempt.
 
-    After the failure of its last batch, a request is not in the queue, or there is no record of it.
+    After the failure of its last batch, a request waits no more: it has failed.
     """
     start_ns, sent_ns = record.queued_ns, 0
     for run in record.runs:

@@ -4,8 +4,9 @@ A large frame is read into its own buffer; a small one is copied from the shared
 the session is full, messages queue in a bounded backlog, so that a disconnect is still noticed;
 when the backlog is full, the socket is not read.
 
-A read is processed for a quantum of time; with input left, the connection takes turns. Received
-bytes are charged to the receive budget until the session takes them, large frames until freed.
+A read is processed for a quantum of time; if input is left, the connection waits for its next
+turn. Received bytes are charged to the receive budget until the session takes them, large frames
+until they are freed.
 
 Runs on: gateway loop. Source: RFC 37/ZMTP 3.1; poll(2).
 """
@@ -55,7 +56,7 @@ class Session(Protocol):
     def on_message(self, parts: list[Part], arrived_ns: int) -> bool:
         """Process a message; `arrived_ns` is its monotonic arrival time.
 
-        Returns whether it was valid: time for others is granted to no connection.
+        Returns whether it was valid: an invalid message earns its connection no processor time.
         """
 
     def reject(self, parts: list[Part]) -> None:
@@ -230,7 +231,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def idle_since_ns(self) -> int:
-        """Start of the time without work and unsent bytes; 0 if busy."""
+        """Start of the time without work; 0 while the session or this connection has work."""
         session = self._session
         if session is None:
             return self._opened_ns
@@ -353,7 +354,7 @@ class Connection(asyncio.BufferedProtocol):
             if self._backlog.is_full or partial.is_reserving:
                 return self._keep_rest(view, at)
             countdown -= 1
-            # After a complete message too: it costs much more than a clock read.
+            # The clock is also read after each complete message, whose work costs much more.
             if start_at < at < len(view) and (countdown < 0 or not self._parts):
                 countdown = CLOCK_FRAMES
                 if now_ns() >= until_ns:

@@ -1,4 +1,6 @@
-"""Tensor elements as JSON; types and ranges are checked, not converted.
+"""Tensor elements as JSON; types and ranges are checked.
+
+A number such as `3.0` is an integer too, as JSON does not distinguish them.
 
 Non-finite numbers are strings: "NaN", "Infinity", "-Infinity". Half precision has no JSON form in
 the protocol. Strings are UTF-8.
@@ -36,7 +38,7 @@ FLOATS: dict[str, np.dtype[Any]] = {"FP32": np.dtype("float32"), "FP64": np.dtyp
 _WRITTEN = INTEGERS | FLOATS | {"BOOL": np.dtype("bool")}
 BINARY_ONLY = ("FP16", "BF16")
 NUMPY_ELEMENTS_MIN = 32
-"""From here on, numpy compares integers in half of the time."""
+"""From this many elements on, numpy compares integers in half of the time."""
 PIECE_ELEMENTS = 4096
 """Numbers that are encoded at once: half a millisecond."""
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -170,7 +172,7 @@ def _integers(flat: list[Any], dtype: np.dtype[Any]) -> bytes:
         try:
             wide = np.array(flat, np.int64)
         except OverflowError:
-            pass  # Of uint64, or out of range.
+            pass  # A number of uint64 above int64, or out of range.
         else:
             # An error is found below.
             if info.min <= int(wide.min()) and int(wide.max()) <= info.max:
