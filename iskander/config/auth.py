@@ -27,9 +27,8 @@ class AccessConfig(Section, frozen=True, kw_only=True):
             do everything.
         anonymous: With `tokens`: models, such as `demo-*`, for callers without a token.
             Inferential's clients have no token.
-        audit_file: File of JSON lines with each administrative action, for example loads, drains
-            and changes of tokens, and numbers of failed authentications. It is created with mode
-            0600, and only appended to. Empty: the log, at the level `info`.
+        audit_file: File of JSON lines with each administrative action, and numbers of failed
+            authentications. Empty: the log, at the level `info`.
         allow_unprotected_network: Listeners that may be open to the network without TLS or without
             tokens: `server.address`, `http.address`, `inferential.address`, `admin.address` or
             `extensions.protocols.NAME`. Without its name here, a listener on an address other than
@@ -60,9 +59,8 @@ class TlsConfig(Section, frozen=True, kw_only=True):
         certificate: PEM file of the certificate chain; reloaded when it changes. Empty: no TLS.
         key: PEM file of the private key. Empty: the key is in the certificate file.
         client_ca: PEM file of the CA of client certificates; if set, clients need a certificate.
-        client_crl: PEM file of certificate revocation lists, one for each CA of client certificates
-            that issues them; reloaded when it changes. Open connections continue. With a list that
-            has expired or is missing, no certificate of that CA is accepted. Empty: no lists.
+        client_crl: PEM file with a current revocation list of each CA of client certificates;
+            reloaded when it changes. Open connections continue. Empty: no lists.
     """
 
     restart_reason: ClassVar[str] = "the watched files are chosen at the start"

@@ -25,9 +25,9 @@ class DriftConfig(Section, frozen=True, kw_only=True):
         columns: Summarized columns of a model; further ones are counted only.
         columns_listed: Columns of a model in the metrics and on the page, those with the most drift
             first.
-        references: Sources of a model's reference, in order of preference: `training`, the file
-            that `iskander drift record` writes beside the model; `warm-up`, the recorded batches of
-            its manifest, if they have `rows_min` rows; `live`, recorded requests.
+        references: Sources of a model's reference, in order: `training`, the file of `iskander
+            drift record`; `warm-up`, the recorded batches of its manifest; `live`, recorded
+            requests.
         record_rows: Sampled rows that become the `live` reference of a model version without one.
         folder: Folder of recorded references, relative to this file. Empty: `drift` in the folder
             of `loading.cache`.

@@ -160,8 +160,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         result_string_bytes: Bytes of the longest string in a result. A running batch reserves this
             for each string in the output arena. A longer string fails the batch.
         shadow_share: Share of the requests of the model's other versions that this version runs
-            too, as a shadow: its results are compared and never returned. Calls without a version
-            never get a shadow version. 0: paused. By default the version is no shadow.
+            too, as a shadow: its results are compared and never returned. 0: paused. By default the
+            version is no shadow.
         lane: `[models.lane]` table with settings that override `[lanes]`.
         prediction_log: `[models.prediction_log]` table: `share` of its requests that are logged (0
             to 1), columns to `omit`, columns to `hash`.

@@ -62,12 +62,12 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         lame_duck_s: Seconds at shutdown during which the gateway reports not ready and still
             accepts batches, so that load balancers stop sending requests first.
         max_connection_age_s: Seconds after which a gRPC or HTTP connection is closed gracefully,
-            with a random deviation of up to 10 %, so that clients and proxies connect again, also
-            to new servers. Open calls continue. Checked every 5 s. 0: no limit.
-        max_connection_age_grace_s: Seconds for the open calls of such a connection; then gRPC calls
-            end with the retryable error `draining`, and the connection is closed. 0: no limit.
+            within 10 % at random, so that clients connect again, also to new servers. Open calls
+            continue. 0: no limit.
+        max_connection_age_grace_s: Seconds for the open calls of such a connection; then they end
+            with the retryable error `draining`. 0: no limit.
         load_reports: Add a load report (ORCA, `endpoint-load-metrics-bin`) to the trailers of gRPC
-            calls, for clients and proxies with `weighted_round_robin`: about 150 bytes a call.
+            calls, for `weighted_round_robin`.
     """
 
     restart_reason: ClassVar[str] = "listeners and processes are set up at the start"
@@ -102,16 +102,20 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         schema_metadata_bytes: Bytes of the custom metadata of a schema and its fields.
         app_metadata_bytes: Bytes of the `app_metadata` of a batch.
         message_bytes: Bytes of one gRPC message or HTTP body.
+<<<<<<< HEAD
         streams: DoExchange streams open at once, and as many calls of other kinds. A caller leaves
             a ninth of them to others. At the limit, a stream that made no progress for 2 s ends
             with the retryable error `overloaded`, to make room for a caller that has fewer.
+=======
+        streams: DoExchange streams open at once, and as many calls of other kinds. At the limit, a
+            stream without progress for 2 s ends with `overloaded` for a caller with fewer.
+>>>>>>> 5b3cbd7 (Reference: settings, metrics, log events and keys of a manifest are lists by section)
         window_batches: Batches of one stream in flight before the server stops reading it.
         window_bytes: Bytes of one stream in flight before the server stops reading it.
         arena_wait_ms: Milliseconds to wait for free space in a full arena.
         connections: Connections of gRPC clients open at once.
         source_percent: Percent of a port's connections for one source, while fewer than an eighth
-            are free. A source is an IPv4 address, the first 64 bits of an IPv6 address, or all
-            clients of unix sockets.
+            are free: an IPv4 address, the first 64 bits of an IPv6 address, or all unix sockets.
         receive_bytes: Bytes received and not processed, for all connections: partial and queued
             messages, and unread responses. Above it, the largest are rejected. 0: an eighth of the
             memory of the machine or the cgroup.
@@ -163,19 +167,17 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
 
     Attributes:
         groups: Core groups: `auto` for one per NUMA node, `l3` for one per set of cores with a
-            common L3 cache (a node of chiplets has several), both with a group for each GPU if a
-            model wants one, or a list such as ["0-3", "4-7", "gpu:0"]. An entry is a cpu list,
-            `auto` or `l3` for all cores that are not listed, or a GPU with the cores near it:
-            `gpu:` and its number, UUID or PCI address, `gpu:0:1` for a MIG slice, `gpu:auto` for
-            all.
+            common L3 cache, both with a group for each GPU if a model wants one. Or a list of cpu
+            lists, `auto` or `l3` for all cores that are not listed, and GPUs, such as ["0-3",
+            "4-7", "gpu:0"]: `gpu:` and number, UUID or PCI address, `gpu:0:1` for a MIG slice,
+            `gpu:auto` for all.
         count: Number of workers without a GPU; 0: one per core group. A GPU has one.
         gpu_reserve_bytes: Memory of a GPU that each worker on it needs beside the budgets of the
             models: the context of CUDA and its libraries.
         thread_pool: Compute threads of ONNX models: a pool per model, or one pool per worker with a
-            thread for each physical core, which suits many models in one worker. Pool threads
-            busy-wait for a while after each batch.
-        channel: Channel for work and completions between gateway and worker: a unix socket, or
-            ZeroMQ PUSH and PULL over ipc, which needs more CPU time for each batch.
+            thread for each physical core, for many models in one worker.
+        channel: Channel between gateway and worker: a unix socket, or ZeroMQ PUSH and PULL over
+            ipc, which needs more CPU time.
         spawn: Start the workers. Set false if a service manager starts and stops them: they keep
             their models while the gateway restarts.
         busy_poll_us: Microseconds to poll for messages after a batch before a worker sleeps.
@@ -190,9 +192,14 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
             limit.
         crash_loop: Consecutive deaths, each within 10 s of service, that are a crash loop.
         model_deaths: Deaths of a model's own worker during its batches, within `model_deaths_s`,
+<<<<<<< HEAD
             before its requests are rejected for `quarantine_s`; deaths by requests of one source
             count once. A model of the shared workers gets a worker of its own after the first
             death. 0: no worker of its own, and no quarantine.
+=======
+            before its requests are rejected for `quarantine_s`. 0: never; then a model also stays
+            in the shared workers.
+>>>>>>> 5b3cbd7 (Reference: settings, metrics, log events and keys of a manifest are lists by section)
         model_deaths_s: Seconds over which `model_deaths` are counted, and after which a model
             without a death returns to the shared workers; doubled each time it leaves them.
         quarantine_s: Seconds for which the requests of a model are rejected; doubled, up to an

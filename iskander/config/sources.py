@@ -68,8 +68,7 @@ class SourceReadsConfig(Section, frozen=True, kw_only=True):
         locations: Flight URIs of gateways with the same sources, such as `grpc://10.0.0.1:50051`;
             endpoints are spread over them. Empty: clients read on the connection that they have.
         key_file: File with at least 32 random bytes that signs tickets, the same at all of
-            `locations`; relative to this file. Empty: a random key in the runtime directory, which
-            all processes of this gateway share.
+            `locations`; relative to this file. Empty: a random key in the runtime directory.
         ticket_s: Seconds for which a ticket is valid.
         streams: Reads at once, of each gateway process; each has a process of its own. More wait.
             The last one is for a caller without any.
