@@ -102,14 +102,9 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         schema_metadata_bytes: Bytes of the custom metadata of a schema and its fields.
         app_metadata_bytes: Bytes of the `app_metadata` of a batch.
         message_bytes: Bytes of one gRPC message or HTTP body.
-<<<<<<< HEAD
         streams: DoExchange streams open at once, and as many calls of other kinds. A caller leaves
             a ninth of them to others. At the limit, a stream that made no progress for 2 s ends
             with the retryable error `overloaded`, to make room for a caller that has fewer.
-=======
-        streams: DoExchange streams open at once, and as many calls of other kinds. At the limit, a
-            stream without progress for 2 s ends with `overloaded` for a caller with fewer.
->>>>>>> 5b3cbd7 (Reference: settings, metrics, log events and keys of a manifest are lists by section)
         window_batches: Batches of one stream in flight before the server stops reading it.
         window_bytes: Bytes of one stream in flight before the server stops reading it.
         arena_wait_ms: Milliseconds to wait for free space in a full arena.
@@ -192,14 +187,9 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
             limit.
         crash_loop: Consecutive deaths, each within 10 s of service, that are a crash loop.
         model_deaths: Deaths of a model's own worker during its batches, within `model_deaths_s`,
-<<<<<<< HEAD
             before its requests are rejected for `quarantine_s`; deaths by requests of one source
             count once. A model of the shared workers gets a worker of its own after the first
             death. 0: no worker of its own, and no quarantine.
-=======
-            before its requests are rejected for `quarantine_s`. 0: never; then a model also stays
-            in the shared workers.
->>>>>>> 5b3cbd7 (Reference: settings, metrics, log events and keys of a manifest are lists by section)
         model_deaths_s: Seconds over which `model_deaths` are counted, and after which a model
             without a death returns to the shared workers; doubled each time it leaves them.
         quarantine_s: Seconds for which the requests of a model are rejected; doubled, up to an
