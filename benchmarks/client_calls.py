@@ -170,13 +170,13 @@ def score_table(address: str, seconds: float) -> int:
 def stream_table(address: str, seconds: float) -> int:
     """Stream the batches of a million rows."""
     from iskander.client import Client
-    from iskander.client.slicing import slices
+    from iskander.client.slicing import cut_and_join
 
     table = table_of_ids()
     with Client(address) as client:
         limits = client.model(NAME).description.limits
         batches = list(
-            slices(
+            cut_and_join(
                 table.to_batches(),
                 rows_max=limits["rows"],
                 bytes_max=limits["bytes"],

@@ -3,8 +3,8 @@
     await score, ...  ->  a thread of the pool runs the call of `Client`
     stream, outcomes  ->  one thread for each open stream
 
-A task that is cancelled cancels its call at the server. Nothing that takes long runs on the loop:
-tables are read, matched and restored on the threads, with the context variables of the caller.
+A cancelled task cancels its call at the server. Long work does not run on the loop: tables are
+read, matched and restored on the threads, with the context variables of the caller.
 
 Runs on: the caller's loop, and the threads of the client.
 """
@@ -45,8 +45,9 @@ Arguments = ParamSpec("Arguments")
 Items: TypeAlias = Iterable[Item] | AsyncIterable[Item]
 
 CALLS_MAX = 32
-"""Threads for calls, and so calls at a time. They make about 0.9 times the requests per second of 4
-threads without asyncio: 128 rows, 64 tasks, two cores shared with the server.
+"""Number of threads, and limit of the calls at a time. With 64 tasks, 128 rows and two cores shared
+with the server, the threads make about 0.9 times the requests per second of 4 threads without
+asyncio.
 """
 STREAMS_MAX = 32
 
@@ -73,7 +74,7 @@ def _on_thread(
     async def call(
         client: AsyncClient, /, *arguments: Arguments.args, **options: Arguments.kwargs
     ) -> ResultT:
-        bound = getattr(client._client, method.__name__)  # Also that of a test.
+        bound = getattr(client._client, method.__name__)  # Tests replace the client's methods.
         found: ResultT = await client._run(functools.partial(bound, *arguments, **options))
         return found
 
@@ -84,11 +85,11 @@ class AsyncClient:
     """Client for asyncio of one gateway, or of several with the same models.
 
     The constructor reads TLS files, and resolves names with `is_resolved`. Administrative calls,
-    such as `load`, are those of `Client`; cancelling the task leaves one running at the server.
+    such as `load`, work as in `Client`; if the task is cancelled, the server continues them.
 
     Args:
         address: `HOST:PORT` or `unix:PATH`, or several of them.
-        calls_max: Maximum calls at a time, each on a thread. The others wait, in order.
+        calls_max: Maximum calls at a time, each on a thread. Further calls wait, in order.
         streams_max: Maximum open streams, each on a thread.
         options: Arguments of `Client`.
 
@@ -120,8 +121,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Cancel all calls and streams, close the connections, and end the threads.
 
-        The call of an action, such as `load`, ends with its timeout. A thread that its source of
-        data blocks for longer than `timeout_s` is left.
+        The call of an action, such as `load`, ends with its timeout. A thread that is blocked by
+        its source of data for longer than `timeout_s` is left running.
         """
         self._is_closed = True
         self._threads.cancel()
@@ -138,7 +139,7 @@ class AsyncClient:
     stats = _on_thread(Client.stats)
 
     async def model(self, name: str, *, version: str | None = None) -> Model:
-        """Return a model with its contract as schemas, and its calls, which are those here.
+        """Return a model with its contract as schemas; its calls are calls of this client.
 
         Raises:
             IskanderError: There is no such model, or it is not loaded.
@@ -160,16 +161,16 @@ class AsyncClient:
     ) -> Any:  # noqa: ANN401
         """Score a table as `Client.score`; return the results as a table of the same library.
 
-        Cancelling the task sends nothing, or cancels the call at the server if it has begun. A
-        `RecordBatchReader` reads the rest of its results when it is read: read it on a thread.
+        A cancelled task cancels the call at the server if the call has begun. A returned
+        `RecordBatchReader` waits for results while it is read: read it on a thread.
 
         Args:
             model: Name of the model.
-            data: A table, as of `Client.score`; it is read on a thread.
+            data: A table, as for `Client.score`; it is read on a thread.
             version: A version or an alias; None: the server's routing decides.
-            columns: Name of the data's column for an input's name, where they differ.
-            terms: Terms of all batches, as of `stream`.
-            timeout_s: Timeout of the whole call, with its wait for a thread and its retries.
+            columns: Input name to column name, where they differ.
+            terms: Terms of all batches, as for `stream`.
+            timeout_s: Timeout of the whole call, including its wait for a thread and its retries.
 
         Raises:
             ContractError: The data is no table, or its columns do not match the model.
@@ -197,7 +198,7 @@ class AsyncClient:
         batches: Items,
         **options: Unpack[StreamOptions],
     ) -> AsyncGenerator[pa.RecordBatch, None]:
-        """Score a stream of batches as `Client.stream`; yield one result for each, in order.
+        """Score a stream of batches as `Client.stream`; yield one result for each batch, in order.
 
         Cancelling the task, or `aclose`, cancels the call at the server.
 
@@ -205,7 +206,7 @@ class AsyncClient:
             model: Name of the model.
             batches: Batches of one schema, with or without terms. A task of the loop reads an async
                 iterable, and closes an async generator; a thread reads a sync iterable.
-            options: `version`, `terms`, `timeout_s` and `resume`, as of `Client.stream`.
+            options: `version`, `terms`, `timeout_s` and `resume`, as for `Client.stream`.
 
         Raises:
             LimitExceeded: `streams_max` streams are open.
@@ -221,7 +222,7 @@ class AsyncClient:
 
         Args:
             model: Name of the model.
-            batches: Batches, as of `stream`.
+            batches: Batches, as for `stream`.
             options: Options of `stream`.
         """
         return self._stream(self._client.outcomes, model, batches, options)
@@ -239,8 +240,8 @@ class AsyncClient:
         batches: Items,
         options: StreamOptions,
     ) -> AsyncGenerator[Any, None]:
-        """Return the results of a stream, whose thread starts when they are first awaited."""
-        # The deadline and the context are those of this call, as for a stream of `Client`.
+        """Return the results of a stream; its thread starts when the first result is awaited."""
+        # The deadline and the context are taken now, not when the results are awaited.
         deadline = Deadline(options.get("timeout_s"))
 
         def open_results(source: Any) -> Iterator[Any]:  # noqa: ANN401

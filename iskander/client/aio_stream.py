@@ -23,22 +23,22 @@ from iskander.errors import Cancelled, DeadlineExceeded, IskanderError
 JOIN_S = 2.0
 """Maximum wait for a stream's thread and for the caller's iterable, after a cancellation."""
 RESULTS_MAX = 64
-"""Results of a stream that the loop has not taken."""
+"""Limit of the results of a stream that the loop has not taken."""
 RESULTS_BYTES = 16 << 20
-"""Maximum bytes of those results, except for one alone."""
+"""Limit of the bytes of those results; a single result may be larger."""
 ITEMS_AHEAD = 2
-"""Items of an async iterable that are read before the stream asks for them."""
+"""Number of items of an async iterable that are read before the stream asks for them."""
 _END = object()
 
 
 class _Failure(NamedTuple):
-    """Error of the caller's iterable."""
+    """An error that the caller's iterable raised."""
 
     error: BaseException
 
 
 class AsyncItems:
-    """Items of an async iterable for a thread; one task of the loop reads them.
+    """Sync iterator for a thread over an async iterable, which a task of the loop reads.
 
     Args:
         items: The caller's iterable.
@@ -51,7 +51,7 @@ class AsyncItems:
         self._wanted = asyncio.Semaphore(ITEMS_AHEAD)
         self._is_cancelled = False
         self._task = loop.create_task(self._read(items))
-        # Not in the task: a task that is cancelled before its first step runs no code.
+        # A callback, because a task that is cancelled before its first step runs no code.
         self._task.add_done_callback(self._end)
 
     def __iter__(self) -> Iterator[Any]:
@@ -68,7 +68,7 @@ class AsyncItems:
         return item
 
     def cancel(self) -> None:
-        """End the task; the iterator of the thread ends with it."""
+        """Cancel the task, which ends this iterator."""
         self._is_cancelled = True
         self._task.cancel()
 
@@ -83,7 +83,7 @@ class AsyncItems:
                 await self._wanted.acquire()
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """End the iterator of the thread, with the error of the iterable if there is one."""
+        """End this iterator, with the error of the iterable if there is one."""
         error: BaseException | None = None
         if not task.cancelled():
             error = task.exception()
@@ -96,7 +96,7 @@ class AsyncItems:
 
 @contextlib.asynccontextmanager
 async def _closing(items: AsyncIterable[Any]) -> AsyncGenerator[None, None]:
-    """Close an async generator at the end; other iterables have nothing to close."""
+    """Close an async generator after the block; other iterables have nothing to close."""
     try:
         yield
     finally:
@@ -109,7 +109,7 @@ class StreamThread(threading.Thread):
 
     Args:
         open_results: Opens the stream; called on the thread.
-        items: The caller's async iterable, if it is one.
+        items: Reader of the caller's async iterable; None for a sync iterable.
         deadline: Deadline of the stream.
         context: Context variables of the caller, for the thread.
     """
@@ -136,7 +136,7 @@ class StreamThread(threading.Thread):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Read until the stream ends or is cancelled."""
+        """Read results until the stream ends or is cancelled."""
         self._context.run(self._read)
 
     def _read(self) -> None:
@@ -189,7 +189,7 @@ class StreamThread(threading.Thread):
             self._taken.notify()
 
     async def stop(self) -> None:
-        """Cancel, and wait for the thread, unless the caller's iterable blocks it."""
+        """Cancel the stream and wait for its thread, up to `JOIN_S` if its iterable blocks."""
         self.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(JOIN_S):
@@ -200,7 +200,7 @@ class StreamThread(threading.Thread):
             await self._items.join()
 
     async def _wait(self) -> None:
-        """Wait for a result, the end, or the deadline; raise DeadlineExceeded after it."""
+        """Wait for a result or the end of the stream; cancel the stream at its deadline."""
         try:
             async with asyncio.timeout(self._deadline.remaining_s()):
                 await self._has_change.wait()
@@ -208,7 +208,7 @@ class StreamThread(threading.Thread):
             self._cancellation.cancel(has_expired=True)
 
     def _put(self, result: Any) -> bool:  # noqa: ANN401
-        """Add a result after waiting for space; return whether the stream continues."""
+        """Wait for space and add a result; return whether the stream continues."""
         size_bytes = 0 if isinstance(result, IskanderError) else result.nbytes
         with self._taken:
             while not self._has_space() and not self._cancellation.is_requested:

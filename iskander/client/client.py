@@ -31,9 +31,9 @@ from iskander.client.calls.resume import (
     WINDOW_BYTES,
     Item,
     Outcome,
-    Window,
+    ResumeWindow,
     WindowFeed,
-    resumable,
+    resume_until_complete,
     shorten_deadline,
 )
 from iskander.client.calls.retry import OFF, Attempts, Deadline, Retry, RetryBudget, require_seconds
@@ -41,8 +41,8 @@ from iskander.client.calls.targets import Address, Route, Targets
 from iskander.client.calls.trace_context import trace_headers
 from iskander.client.matching import Matching
 from iskander.client.model import Model, ModelDescription, read_description
-from iskander.client.slicing import ROWS_MIN, slices, whole
-from iskander.client.tables import Source, open_source
+from iskander.client.slicing import ROWS_MIN, cut_and_join, join_to_one
+from iskander.client.tables import InputTable, open_source
 from iskander.errors import (
     ConfigError,
     ContractError,
@@ -58,15 +58,15 @@ from iskander.foundation import clock
 ResultT = TypeVar("ResultT")
 
 BATCH_ROWS = 65_536
-"""Rows of a batch that a table is cut into, if the server accepts as many."""
+"""Rows of the batches into which a table is cut, if the server accepts so many."""
 _Key: TypeAlias = tuple[str, str | None]
-"""Name and version of a model, as given."""
+"""Name and version of a model, as the caller gives them."""
 _Columns: TypeAlias = tuple[tuple[str, str], ...]
 DEFAULT_RETRY = Retry()
 CACHED_MAX = 256
-"""Descriptions, and matchings of schemas, of one client."""
+"""Limit of the cached descriptions of a client, and of its cached matchings."""
 _STALE = (ContractError, LimitExceeded, ModelMoved, ModelNotFound)
-"""Errors that a model may cause that has changed since it was described."""
+"""Errors that may occur because the model has changed since it was described."""
 
 
 class StreamOptions(TypedDict, total=False):
@@ -83,19 +83,19 @@ class Client:
 
     Args:
         address: `HOST:PORT` or `unix:PATH`, or several of them.
-        preferred: Address, also a further one, of the gateway that gets all calls while it is
-            ready, such as that of this machine. The others get them meanwhile.
-        timeout_s: Timeout of each call except `score`, `stream` and `outcomes`, and of their first
-            requests, for the contract and for shared memory. A slow `load` needs a longer one.
-        token: Token sent with every call, or a function that returns the current one. It is called
-            for each attempt of each call, on its thread, so it may be called by several at a time.
+        preferred: Address of the gateway that gets all calls while it is ready, such as one on this
+            machine; it need not be in `address`. While it is not ready, others get the calls.
+        timeout_s: Timeout of calls other than `score`, `stream` and `outcomes`, and of the requests
+            for the contract and for shared memory. A slow `load` needs a longer timeout.
+        token: Token sent with every call, or a function that returns the current token. The
+            function is called for every attempt of a call, on the thread of the call.
         tls: TLS files; None: plaintext. Unix sockets have no TLS.
         shared_bytes: Size of each stream's shared memory, for large batches to a server on this
-            machine. None: 64 MiB if the server offers it; 0: none.
-        retry: Retries of `score`, `stream` and `outcomes`; `OFF` for none.
-        is_resolved: Use each IP address of a host name as a gateway of its own.
-        is_matched: Match the columns of `score` with the model's contract before they are sent:
-            lossless casts, and errors that name the column. Else the server checks them.
+            machine. None: 64 MiB if the server offers shared memory; 0: no shared memory.
+        retry: Retries of `score`, `stream` and `outcomes`; `OFF` for no retries.
+        is_resolved: Whether every IP address of a host name is used as a separate gateway.
+        is_matched: Whether `score` matches columns with the model's contract before it sends them,
+            with lossless casts and errors that name the column. Otherwise the server checks them.
 
     Raises:
         ConfigError: The token, the timeout, an address or a TLS file is invalid.
@@ -118,9 +118,9 @@ class Client:
         credentials = Credentials(token)
         self._calls = OpenCalls()
 
-        def connect(each: Address) -> Connection:
+        def connect(address: Address) -> Connection:
             return Connection(
-                each,
+                address,
                 timeout_s=timeout_s,
                 credentials=credentials,
                 tls=tls,
@@ -171,7 +171,7 @@ class Client:
         """Stop serving a model, or one version of it; return the unloaded versions.
 
         Raises:
-            IskanderError: It cannot be unloaded.
+            IskanderError: The model cannot be unloaded.
         """
         return self._action("unload", list, model, key="versions", version=version)
 
@@ -192,7 +192,7 @@ class Client:
 
         Raises:
             ConfigError: The file is invalid, or a change in it needs a restart; nothing changed.
-            PermissionDenied: As `drain`.
+            PermissionDenied: As for `drain`.
         """
         return self._action("reload", dict)
 
@@ -237,17 +237,17 @@ class Client:
         Args:
             model: Name of the model.
             data: A pyarrow, Polars, pandas, DuckDB or Ibis table, any object with
-                `__arrow_c_stream__` or `__arrow_c_array__`, or a dict of NumPy arrays. It is cut
-                into batches within the server's limits.
+                `__arrow_c_stream__` or `__arrow_c_array__`, or a dict of NumPy arrays. The table is
+                cut into batches within the server's limits.
             version: A version, as text or number, or an alias; None: the server's routing decides.
-            columns: Name of the data's column for an input's name, where they differ.
-            terms: Terms of all batches, as of `stream`.
+            columns: Input name to column name, where they differ.
+            terms: Terms of all batches, as for `stream`.
             timeout_s: Timeout of the whole call with its retries.
 
         Raises:
             ConfigError: `version` or `columns` is invalid.
             ContractError: The data is no table, or its columns do not match the model.
-            ConnectionFailed: No gateway answers, or the connection failed, also in all retries.
+            ConnectionFailed: No gateway answers, or the connection failed, in all attempts.
             IskanderError: The server's error.
         """
         try:
@@ -270,9 +270,9 @@ class Client:
         try:
             batches = source.batches
             if self._is_matched:
-                batches = self._matched(key, source, columns, deadline)
+                batches = self._match_and_cut(key, source, columns, deadline)
             first = next(batches)
-            # The next batch of a live reader may come much later.
+            # The next batch of a live reader may come much later, so it is not awaited.
             is_single = not (source.is_live and first.num_rows >= ROWS_MIN)
             second = next(batches, None) if is_single else None
             if second is not None or not is_single:
@@ -301,19 +301,20 @@ class Client:
         timeout_s: float | None = None,
         resume: bool = True,
     ) -> Iterator[pa.RecordBatch]:
-        """Score a stream of batches; yield one result for each, in order.
+        """Score a stream of batches; yield one result for each batch, in order.
 
         Args:
             model: Name of the model.
             batches: Batches of one schema, with or without terms. A separate thread reads them as
-                far ahead of the results as the server's flow control allows; with retries, at most
-                `WINDOW_BATCHES` and `WINDOW_BYTES`, which are kept until their results arrive.
+                far ahead of the results as the server's flow control allows. With retries, batches
+                are kept until their results arrive, at most `WINDOW_BATCHES` and `WINDOW_BYTES`.
             version: A version or an alias; None: the server's routing decides.
             terms: Terms of all batches: `client`, `priority`, `urgency`, `deadline_ms`, `ttl_ms`,
-                `steps_remaining`, `newest_wins`, `route_key`; a batch's own may include
+                `steps_remaining`, `newest_wins`, `route_key`; terms of a single batch may include
                 `timestamp_ns`.
             timeout_s: Timeout of the whole stream with its retries.
-            resume: Continue on another connection after a retryable failure, if retries are on.
+            resume: Whether the stream continues on another connection after a retryable failure, if
+                retries are on.
 
         Raises:
             ConnectionFailed: The connection failed, and the stream is not resumed.
@@ -335,32 +336,32 @@ class Client:
 
         Args:
             model: Name of the model.
-            batches: Batches, as of `stream`.
+            batches: Batches, as for `stream`.
             options: Options of `stream`.
         """
         options["terms"] = {**(options.get("terms") or {}), "errors": "in-band"}
         return self.stream(model, batches, **options)
 
-    def _matched(
-        self, key: _Key, source: Source, columns: Mapping[str, str] | None, deadline: Deadline
+    def _match_and_cut(
+        self, key: _Key, source: InputTable, columns: Mapping[str, str] | None, deadline: Deadline
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the model's columns in batches within the server's limits."""
+        """Return batches of the model's columns within the server's limits."""
         matching, first, rows = self._match_first(key, source, columns, deadline)
-        batches = itertools.chain([first], _apply(matching, source.batches, rows))
+        batches = itertools.chain([first], _match_batches(matching, source.batches, rows))
         limits = matching.model.limits
         bytes_max, string_bytes_max = limits["bytes"], limits["string_bytes"]
         if not matching.model.ranked_within and not matching.model.is_whole:
             rows_max = min(limits["rows"], BATCH_ROWS)
-            return slices(
+            return cut_and_join(
                 batches,
                 rows_max=rows_max,
                 bytes_max=bytes_max,
                 string_bytes_max=string_bytes_max,
                 strings=matching.strings,
             )
-        # A rank, or a result that depends on other rows, is of one batch, so a table is one batch.
+        # Ranks and results that depend on other rows need all rows in one batch.
         try:
-            batch = whole(
+            batch = join_to_one(
                 batches,
                 rows_max=limits["rows"],
                 bytes_max=bytes_max,
@@ -372,11 +373,11 @@ class Client:
         return iter([batch])
 
     def _match_first(
-        self, key: _Key, source: Source, columns: Mapping[str, str] | None, deadline: Deadline
+        self, key: _Key, source: InputTable, columns: Mapping[str, str] | None, deadline: Deadline
     ) -> tuple[Matching, pa.RecordBatch, int]:
-        """Return the matching of a source, its first batch as it is sent, and the batch's rows.
+        """Return the matching of a table, its first batch as sent, and the rows of that batch.
 
-        Data that does not match a cached contract is matched again with a new one.
+        Data that does not match a cached contract is matched again with the current contract.
         """
         is_cached, first = key in self._descriptions, None
         try:
@@ -390,7 +391,7 @@ class Client:
             matching = self._matching(key, source.schema, columns, deadline)
             if first is None:
                 first = next(source.batches, None)
-            if first is None:  # The error is one of the source.
+            if first is None:  # The table itself raised the error.
                 raise
             return matching, matching.apply(first), first.num_rows
 
@@ -401,8 +402,8 @@ class Client:
         columns: Mapping[str, str] | None,
         deadline: Deadline,
     ) -> Matching:
-        """Return the cached matching of a schema."""
-        # Equal schemas may differ in metadata, and so in types that Arrow does not know.
+        """Return the matching of a schema, which is cached."""
+        # Serialized, because equal schemas may differ in the metadata of extension types.
         fields = (schema.remove_metadata() if schema.metadata else schema).serialize().to_pybytes()
         matching_key = (key, fields, _column_pairs(columns) if columns else ())
         matching = self._matchings.get(matching_key)
@@ -430,16 +431,18 @@ class Client:
         return description
 
     def _forget(self, key: _Key) -> None:
-        """Ask the server again at the next use: the model may have changed."""
+        """Forget what the server said about a model, because the model may have changed."""
         with self._lock:
             self._descriptions.pop(key, None)
-            for each in [each for each in self._matchings if each[0] == key]:
+            for each in [
+                matching_key for matching_key in self._matchings if matching_key[0] == key
+            ]:
                 del self._matchings[each]
 
     def _until_stale(
         self, key: _Key, first: pa.RecordBatch, results: Iterator[pa.RecordBatch]
     ) -> Iterator[pa.RecordBatch]:
-        """Yield results; forget the model after an error that a changed one may have caused."""
+        """Yield results; forget the model after an error that a change of it may have caused."""
         yield first
         try:
             yield from results
@@ -452,7 +455,7 @@ class Client:
     ) -> pa.RecordBatch:
         began_ns, sent = clock.now_ns(), itertools.count()
 
-        def left_terms() -> Mapping[str, Any]:
+        def remaining_terms() -> Mapping[str, Any]:
             if not next(sent):
                 return terms
             waited_ms = (clock.now_ns() - began_ns) / clock.NS_PER_MS
@@ -461,11 +464,11 @@ class Client:
         def score(connection: Connection, left_s: float | None) -> pa.RecordBatch | None:
             if connection.may_share(batch):
                 return None
-            return connection.score(path, batch, _headers(left_terms()), left_s)
+            return connection.score(path, batch, _headers(remaining_terms()), left_s)
 
         result = self._call(score, batch.num_rows, deadline)
         if result is None:
-            left = left_terms()
+            left = remaining_terms()
             (result,) = self._stream(path, [batch], left, _headers(left), deadline, resume=True)
         return result
 
@@ -475,7 +478,7 @@ class Client:
         rows: int,
         deadline: Deadline,
     ) -> ResultT:
-        """Make a call on a target, and again after a retryable failure."""
+        """Make a call on a target; make it again after a retryable failure."""
         route = Route(self._targets)
         attempts = Attempts(self._retry, self._budget, deadline, self._calls.pause)
         while True:
@@ -499,7 +502,7 @@ class Client:
         resume: bool,
     ) -> Iterator[Any]:
         retry = self._retry if resume else OFF
-        window = Window(
+        window = ResumeWindow(
             iter(batches),
             deadline,
             deadline_ms=terms.get("deadline_ms"),
@@ -515,7 +518,7 @@ class Client:
                 yield from lease.connection.exchange(path, feed, headers, deadline)
 
         try:
-            yield from resumable(connect, window, attempts)
+            yield from resume_until_complete(connect, window, attempts)
         except IskanderError as error:
             add_model(error, path[0])
             raise
@@ -529,7 +532,7 @@ class Client:
         key: str | None = None,
         **fields: Any,  # noqa: ANN401
     ) -> ResultT:
-        """Run an action, of a model if it is named; return its result, or one key of it."""
+        """Run an action, for `model` if it is given; return its result, or one key of it."""
         sent = None if model is None else {"model": model, **fields}
         try:
             with self._targets.pick() as lease:
@@ -540,10 +543,10 @@ class Client:
             raise
 
 
-def _apply(
+def _match_batches(
     matching: Matching, batches: Iterable[pa.RecordBatch], row: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches as they are sent; `row` is the number of the first row."""
+    """Yield batches with the columns that are sent; `row` is the number of the first row."""
     for batch in batches:
         yield matching.apply(batch, first_row=row)
         row += batch.num_rows
@@ -553,7 +556,7 @@ def _column_pairs(columns: Any) -> _Columns:  # noqa: ANN401
     """Return the pairs of the argument `columns`, sorted."""
     if isinstance(columns, Mapping):
         pairs = list(columns.items())
-        if all(isinstance(each, str) for pair in pairs for each in pair):
+        if all(isinstance(name, str) for pair in pairs for name in pair):
             return tuple(sorted(pairs))
     text = "expected a dict from names of inputs to names of columns"
     raise ConfigError(f"`columns` is {columns!r}; {text}")
@@ -578,9 +581,9 @@ def _descriptor_path(model: str, version: str | int | None) -> list[str]:
 
 
 def _with_first_row(results: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the results of a table's batches; an error about a batch gets its place in the table.
+    """Yield results of a table's batches; add the batch's first row in the table to an error.
 
-    A result has the rows of its batch, and the server knows rows of the batch only.
+    The server numbers rows within a batch only.
     """
     rows = 0
     try:

@@ -18,29 +18,29 @@ from iskander.errors import LimitExceeded, ProtocolError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelDescription:
-    """A model version as its server describes it. Hashed by identity, as a key of a cache.
+    """A model version as its server describes it; hashed by identity, as a key of a cache.
 
     Attributes:
         name: Name of the model.
-        version: Version that the description is of.
+        version: Described version.
         ready: Whether the version has its workers.
-        backend: Backend that runs it.
+        backend: Backend that runs the model.
         max_batch_rows: Rows of a worker's batch.
         limits: Limits of a client's batch: `rows`, `bytes`, `string_bytes`.
         versions: Served versions of the model, lowest first.
         aliases: Version of each alias.
-        input_schema: Columns of a batch that the model needs, with the type that has the least
-            conversion if an input accepts several.
+        input_schema: Columns of a batch that the model needs. If an input accepts several types,
+            its column has the type with the least conversion.
         output_schema: Result columns, without columns that are passed through.
         input_types: Declared type of each input column, such as `number`; `a.b` is a field of the
             struct `a`.
         passthrough: Columns that are returned: `all`, `none`, or names.
-        ranked_within: For each rank among the results, the column with its groups; empty: all rows
-            of a batch.
+        ranked_within: For each rank among the results, the column whose values are the groups; an
+            empty name: all rows of a batch are one group.
         row_relation: Whether a row's result depends on the other rows of its batch: `independent`,
             `approximate`, `dependent` or `undecided`.
         is_whole: All rows of a table must be one batch, because of the relation or the manifest.
-        whole_reason: Why.
+        whole_reason: Why all rows must be one batch.
         metadata: All keys of the contract, as the server sends them.
     """
 
@@ -64,7 +64,7 @@ class ModelDescription:
 
     @property
     def cut_terms(self) -> dict[str, str]:
-        """Terms of batches that are parts of a table, for a server that checks it."""
+        """Terms of batches that are parts of a table; a server may reject parts by these terms."""
         return {"cut": "true"} if "rows" in self.metadata and not self.is_whole else {}
 
     @property
@@ -74,7 +74,7 @@ class ModelDescription:
         return "models.max_batch_rows" if is_own else "limits.rows"
 
     def whole_error(self, error: LimitExceeded) -> LimitExceeded:
-        """Return the error of a table that is too large for one batch, with the reason for one."""
+        """Return the error of a table that is too large for the one batch that it needs."""
         if not self.is_whole:
             text = f"model `{self.name}` ranks all rows of a batch: {error.message}"
         else:
@@ -90,13 +90,13 @@ def read_description(results: Sequence[bytes]) -> ModelDescription:
     """Decode the results of the action `contract`.
 
     Raises:
-        ProtocolError: They are not a contract; the server may be of another version.
+        ProtocolError: The results are not a contract; the server may be of another version.
     """
     try:
         described, inputs, outputs = results
         contract = json.loads(described)
         passthrough = contract["passthrough"]
-        # Servers before 0.2 have no such key.
+        # Servers before 0.2 do not send the key `rows`.
         relation = contract.get("rows", {"verdict": "independent"})
         return ModelDescription(
             name=contract["name"],
@@ -135,7 +135,7 @@ def _input_types(entries: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 class Calls(Protocol):
-    """The calls of a client that a model uses; their results depend on the client."""
+    """The calls of a client that `Model` uses: results, or awaitables of an `AsyncClient`."""
 
     def score(
         self,
@@ -177,7 +177,7 @@ class Calls(Protocol):
 class Model:
     """A model of a server, with the calls of a client.
 
-    The description is of the time when the object was made.
+    The description does not change after the object was made.
 
     Args:
         client: Client of the server.
@@ -230,7 +230,7 @@ class Model:
         timeout_s: float | None = None,
         terms: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Score a table with the client's `score`; see there."""
+        """Score a table; see `Client.score`."""
         return self._client.score(
             self.name,
             data,
@@ -248,7 +248,7 @@ class Model:
         timeout_s: float | None = None,
         resume: bool = True,
     ) -> Any:  # noqa: ANN401
-        """Score a stream of batches with the client's `stream`; see there."""
+        """Score a stream of batches; see `Client.stream`."""
         return self._client.stream(
             self.name,
             batches,
@@ -266,7 +266,7 @@ class Model:
         timeout_s: float | None = None,
         resume: bool = True,
     ) -> Any:  # noqa: ANN401
-        """Score a stream of batches with the client's `outcomes`; see there."""
+        """Score a stream of batches; see `Client.outcomes`."""
         return self._client.outcomes(
             self.name,
             batches,
@@ -289,19 +289,19 @@ class Model:
         return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
 
     def _title(self) -> str:
-        each = self.description
-        aliases = "".join(f", {name} = {version}" for name, version in each.aliases.items())
-        state = "ready" if each.ready else "not ready"
-        served = f"versions {', '.join(each.versions)}{aliases}"
-        return f"Model {each.name}, version {each.version} ({each.backend}, {state}; {served})"
+        model = self.description
+        aliases = "".join(f", {name} = {version}" for name, version in model.aliases.items())
+        state = "ready" if model.ready else "not ready"
+        served = f"versions {', '.join(model.versions)}{aliases}"
+        return f"Model {model.name}, version {model.version} ({model.backend}, {state}; {served})"
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        """Each column with its direction, name and type."""
-        each = self.description
-        rows = [("input", name, declared) for name, declared in each.input_types.items()]
-        rows += [("output", field.name, str(field.type)) for field in each.output_schema]
-        if each.passthrough != "none":
-            listed = each.passthrough
+        """Return the direction, name and type of each column."""
+        model = self.description
+        rows = [("input", name, declared) for name, declared in model.input_types.items()]
+        rows += [("output", field.name, str(field.type)) for field in model.output_schema]
+        if model.passthrough != "none":
+            listed = model.passthrough
             names = "all other columns" if isinstance(listed, str) else ", ".join(listed)
             rows.append(("output", names, "as sent"))
         return rows

@@ -1,8 +1,8 @@
 """Cuts and joins record batches to a server's limits on rows and bytes.
 
-Cuts are slices without a copy, except of columns of text views or list views: a slice of such a
-column has the text or elements of all rows, so those of its own rows are copied. A view inside
-another type is not copied and counts as a whole.
+A cut is a slice without a copy, except for columns of text views or list views: a slice of such a
+column contains the text or elements of all rows, so the text or elements of its own rows are
+copied. A view inside another type is not copied, and counts with the bytes of all rows.
 
 Runs on: the caller's threads. Pure.
 """
@@ -19,12 +19,12 @@ import pyarrow.compute as pc
 from iskander.errors import ContractError, LimitExceeded
 
 ROWS_MIN = 8192
-"""Batches with fewer rows are joined with their neighbours."""
+"""Smallest batch that is not joined with neighbouring batches, in rows."""
 VIEW_BYTES_MIN = 1 << 16
-"""Views are copied above this size of a batch; below it, unused bytes are not worth a copy."""
+"""Size of a batch above which views are copied; unused bytes of smaller ones are sent."""
 
 
-def slices(
+def cut_and_join(
     batches: Iterable[pa.RecordBatch],
     *,
     rows_max: int,
@@ -37,21 +37,21 @@ def slices(
 
     Args:
         batches: Batches of one schema.
-        rows_max: Rows of a batch, `limits.rows` of the server.
-        bytes_max: Bytes of a batch, `limits.bytes` of the server.
-        string_bytes_max: Bytes of the strings of a batch, `limits.string_bytes` of the server.
-        rows_min: Smaller batches are joined to this number of rows; 0: none are joined.
+        rows_max: Limit of the rows of a batch, `limits.rows` of the server.
+        bytes_max: Limit of the bytes of a batch, `limits.bytes` of the server.
+        string_bytes_max: Limit of the string bytes of a batch, `limits.string_bytes` of the server.
+        rows_min: Smaller batches are joined to this number of rows; 0: no batches are joined.
         strings: `string_columns` of the schema, if they are known.
 
     Returns:
-        Batches with rows; one without rows if there are batches and none has rows.
+        Batches with rows; a single batch without rows if no batch has rows.
 
     Raises:
-        LimitExceeded: One row alone exceeds a limit on bytes.
+        LimitExceeded: A single row exceeds a limit on bytes.
     """
     limits = _Limits(rows_max, bytes_max, string_bytes_max)
-    # A bitmap of nulls for all rows makes a joined batch at most twice as large as its parts.
-    joined = _Limits(rows_max, max(bytes_max // 2, 1), string_bytes_max)
+    # A joined batch has a bitmap of nulls for all rows, and is at most twice as large as its parts.
+    limits_of_join = _Limits(rows_max, max(bytes_max // 2, 1), string_bytes_max)
     pending: list[pa.RecordBatch] = []
     size = _NOTHING
     empty: pa.RecordBatch | None = None
@@ -64,21 +64,21 @@ def slices(
         if strings is None:
             strings = string_columns(batch.schema)
         for part in _cut(batch, limits, row, strings):
-            if pending and joined.factor(size.plus(part.size)) > 1:
-                yield from _join(pending)
+            if pending and limits_of_join.parts_needed(size.plus(part.size)) > 1:
+                yield from _join_if_possible(pending)
                 pending = []
             size = size.plus(part.size) if pending else part.size
             pending.append(part.batch)
             if size.rows >= rows_min:
-                yield from _join(pending)
+                yield from _join_if_possible(pending)
                 pending = []
         row += batch.num_rows
-    yield from _join(pending)
+    yield from _join_if_possible(pending)
     if empty is not None and not has_rows:
         yield empty
 
 
-def whole(
+def join_to_one(
     batches: Iterable[pa.RecordBatch],
     *,
     rows_max: int,
@@ -89,10 +89,10 @@ def whole(
     """Return the rows of one or more batches as one batch.
 
     Args:
-        batches: Batches of one schema. They are read until they exceed a limit.
-        rows_max: Rows of the batch.
-        bytes_max: Bytes of the batch, `limits.bytes` of the server.
-        string_bytes_max: Bytes of its strings, `limits.string_bytes` of the server.
+        batches: Batches of one schema, which are read until they exceed a limit.
+        rows_max: Limit of the rows.
+        bytes_max: Limit of the bytes, `limits.bytes` of the server.
+        string_bytes_max: Limit of the string bytes, `limits.string_bytes` of the server.
         rows_setting: Setting of the server that limits the rows.
 
     Raises:
@@ -112,16 +112,16 @@ def whole(
         read_bytes += batch.nbytes
         if read_bytes > checked_bytes:
             # The joined batch may be smaller: dictionaries are counted once.
-            part = _measured(_joined(parts), limits, string_columns(batch.schema))
+            part = _measure(_join_or_raise(parts), limits, string_columns(batch.schema))
             limits.require(part.size, "at least ")
             parts = [part.batch]
             read_bytes, checked_bytes = part.size.bytes, part.size.bytes + bytes_max
-    part = _measured(_joined(parts), limits, string_columns(parts[0].schema))
+    part = _measure(_join_or_raise(parts), limits, string_columns(parts[0].schema))
     limits.require(part.size)
     return part.batch
 
 
-def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+def _join_or_raise(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     if len(batches) == 1:
         return batches[0]
     try:
@@ -157,7 +157,7 @@ class _Limits(NamedTuple):
     string_bytes: int | None
     rows_setting: str = "limits.rows"
 
-    def factor(self, size: _Size) -> int:
+    def parts_needed(self, size: _Size) -> int:
         """Return the number of batches that a size needs; 1 if it is within the limits."""
         count = max(-(-size.rows // self.rows), -(-size.bytes // self.bytes))
         if self.string_bytes is None:
@@ -166,7 +166,7 @@ class _Limits(NamedTuple):
 
     def require(self, size: _Size, quantifier: str = "") -> None:
         """Raise LimitExceeded if the size of a batch is above a limit."""
-        for name, count, limit in self._named(size):
+        for name, count, limit in self._named_counts(size):
             if count > limit:
                 text = f"{quantifier}{count:,} {name.replace('_', ' ')} in one batch, "
                 setting = self.rows_setting if name == "rows" else f"limits.{name}"
@@ -175,13 +175,13 @@ class _Limits(NamedTuple):
 
     def require_row(self, size: _Size, row: int) -> None:
         """Raise LimitExceeded if the size of one row is above a limit."""
-        for name, count, limit in self._named(size):
+        for name, count, limit in self._named_counts(size):
             if count > limit:
                 text = f"row {row} alone has {count} {name.replace('_', ' ')}, "
                 text += f"limit {limit} (`limits.{name}`)"
                 raise LimitExceeded(text, row=row, wanted=limit, got=count)
 
-    def _named(self, size: _Size) -> list[tuple[str, int, int]]:
+    def _named_counts(self, size: _Size) -> list[tuple[str, int, int]]:
         named = [("rows", size.rows, self.rows), ("bytes", size.bytes, self.bytes)]
         if self.string_bytes is not None:
             named.append(("string_bytes", size.string_bytes, self.string_bytes))
@@ -191,11 +191,11 @@ class _Limits(NamedTuple):
 def _cut(
     batch: pa.RecordBatch, limits: _Limits, row: int, strings: Sequence[int]
 ) -> Iterator[_Part]:
-    """Yield parts of a batch within the limits; `row` is the number of its first row."""
+    """Yield parts of a batch within the limits; `row` is the number of the batch's first row."""
     rows = batch.num_rows
     if rows <= limits.rows:
-        part = _measured(batch, limits, strings)
-        count = limits.factor(part.size)
+        part = _measure(batch, limits, strings)
+        count = limits.parts_needed(part.size)
         if count <= 1:
             yield part
             return
@@ -209,7 +209,7 @@ def _cut(
         yield from _cut(batch.slice(start, length), limits, row + start, strings)
 
 
-def _join(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+def _join_if_possible(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
     if len(batches) > 1:
         # Dictionaries may not fit one index type together, and some types cannot be joined.
         with contextlib.suppress(pa.ArrowInvalid, pa.ArrowNotImplementedError):
@@ -217,19 +217,19 @@ def _join(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
     return batches
 
 
-def _measured(batch: pa.RecordBatch, limits: _Limits, strings: Sequence[int]) -> _Part:
-    """Return a batch and its size; unused bytes of views are dropped if that may matter."""
+def _measure(batch: pa.RecordBatch, limits: _Limits, strings: Sequence[int]) -> _Part:
+    """Return a batch with its size; drop unused bytes of views if the batch is large."""
     size = _size(batch, strings)
-    is_large = size.bytes > VIEW_BYTES_MIN or limits.factor(size) > 1
+    is_large = size.bytes > VIEW_BYTES_MIN or limits.parts_needed(size) > 1
     if is_large and any(_is_view(field.type) for field in batch.schema):
-        columns = [_compact(column) for column in batch.columns]
+        columns = [_copy_own_values(column) for column in batch.columns]
         batch = pa.RecordBatch.from_arrays(columns, schema=batch.schema)
         size = _size(batch, strings)
     return _Part(batch, size)
 
 
 def _size(batch: pa.RecordBatch, strings: Sequence[int]) -> _Size:
-    """Bytes of a batch's message, and of its strings."""
+    """Return the rows of a batch, the bytes of its message, and the bytes of its strings."""
     message_bytes = pa.ipc.get_record_batch_size(batch)
     string_bytes = 0
     for index in strings:
@@ -238,13 +238,13 @@ def _size(batch: pa.RecordBatch, strings: Sequence[int]) -> _Size:
 
 
 def string_columns(schema: pa.Schema) -> list[int]:
-    """Return the columns that may have strings, at any depth."""
+    """Return the indices of the columns that may contain strings, at any depth."""
     is_primitive = pa.types.is_primitive
     return [index for index, kind in enumerate(schema.types) if not is_primitive(kind)]
 
 
-def _compact(column: Any) -> Any:  # noqa: ANN401
-    """Return a column of views with the text or elements of its own rows only."""
+def _copy_own_values(column: Any) -> Any:  # noqa: ANN401
+    """Return a column of views without the text or elements of other rows."""
     if is_list_view(column.type):
         return pa.concat_arrays([column])
     if not _is_text_view(column.type):
@@ -267,7 +267,7 @@ def _is_text_view(kind: Any) -> bool:  # noqa: ANN401
 
 
 def _string_bytes(array: Any) -> int:  # noqa: ANN401
-    """Bytes of the strings of an array when decoded, at any depth; of views a little more."""
+    """Return the bytes of an array's decoded strings at any depth; a little more for views."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return _string_bytes(array.storage)
@@ -281,7 +281,7 @@ def _string_bytes(array: Any) -> int:  # noqa: ANN401
 
 
 def _children(array: Any) -> list[Any]:  # noqa: ANN401
-    """Return the decoded values of a list or of runs, or the fields of a map or struct."""
+    """Return the values of a list, the decoded values of runs, or the fields of a map or struct."""
     kind = array.type
     if pa.types.is_run_end_encoded(kind):
         return [] if pa.types.is_primitive(kind.value_type) else [pc.run_end_decode(array)]
@@ -289,7 +289,7 @@ def _children(array: Any) -> list[Any]:  # noqa: ANN401
         return []
     if pa.types.is_map(array.type):
         start, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
-        return [each.slice(start, end - start) for each in (array.keys, array.items)]
+        return [child.slice(start, end - start) for child in (array.keys, array.items)]
     children = array.flatten()
     return children if isinstance(children, list) else [children]
 

@@ -1,7 +1,7 @@
-"""Tables of any library as record batches, and results as tables of the same library.
+"""Conversion of tables of any library to record batches, and of results to the same library.
 
-A library is recognized by the Arrow PyCapsule interface, or by the module of the object's type or
-of a base class. It is used only for an object of its own, and never imported here.
+The library of an object is recognized by the Arrow PyCapsule interface, or by the module of the
+object's type or of a base class. This module never imports a library: the caller has imported it.
 
 Runs on: the caller's threads. Source: the Arrow PyCapsule interface.
 """
@@ -38,19 +38,19 @@ _NULLABLE = {
     pa.float32(): "Float32",
     pa.float64(): "Float64",
 }
-"""Nullable dtypes of pandas."""
+"""Names of the nullable dtypes of pandas, by Arrow type."""
 _CONVERSION_ERRORS = (pa.ArrowException, ValueError, TypeError, OverflowError)
 """Errors of pyarrow for values that have no Arrow type."""
 
 
-class Source(NamedTuple):
-    """Data of a caller.
+class InputTable(NamedTuple):
+    """A caller's table as record batches.
 
     Attributes:
         schema: Schema of all batches.
-        batches: Record batches in order; an empty table yields one of no rows.
-        restore: Returns result batches as an object of the caller's library.
-        is_live: Whether the caller reads results while batches are still read.
+        batches: Record batches in order; an empty table has one batch without rows.
+        restore: Converts result batches to an object of the caller's library.
+        is_live: Whether the caller may read results before all batches are read.
     """
 
     schema: pa.Schema
@@ -59,14 +59,14 @@ class Source(NamedTuple):
     is_live: bool = False
 
 
-def open_source(data: Any) -> Source:  # noqa: ANN401
-    """Read a table of any supported library.
+def open_source(data: Any) -> InputTable:  # noqa: ANN401
+    """Return the record batches of a table of any supported library.
 
     Raises:
         ContractError: The object is not a table, or its columns differ in length.
     """
     if isinstance(data, pa.RecordBatch):
-        return Source(data.schema, iter([data]), _to_batch)
+        return InputTable(data.schema, iter([data]), _to_batch)
     if isinstance(data, pa.Table):
         return _table_source(data, _to_table)
     if isinstance(data, pa.RecordBatchReader):
@@ -81,7 +81,7 @@ def open_source(data: Any) -> Source:  # noqa: ANN401
     return _capsule_source(data)
 
 
-def _capsule_source(data: Any) -> Source:  # noqa: ANN401
+def _capsule_source(data: Any) -> InputTable:  # noqa: ANN401
     if isinstance(data, type):
         raise ContractError(f"data is the class {data.__name__}; expected {_ACCEPTED}")
     if hasattr(data, "__arrow_c_stream__"):
@@ -89,7 +89,7 @@ def _capsule_source(data: Any) -> Source:  # noqa: ANN401
     if hasattr(data, "__arrow_c_array__"):
         with _table_error(data):
             batch = pa.record_batch(data)
-        return Source(batch.schema, iter([batch]), _to_table)
+        return InputTable(batch.schema, iter([batch]), _to_table)
     raise ContractError(f"data has the type {type(data).__name__}; expected {_ACCEPTED}")
 
 
@@ -100,7 +100,7 @@ def _stream(data: Any) -> pa.RecordBatchReader:  # noqa: ANN401
 
 @contextlib.contextmanager
 def _table_error(data: Any) -> Iterator[None]:  # noqa: ANN401
-    """Name the type of an object without columns or with types that Arrow lacks."""
+    """Convert errors of the block about an object that is no Arrow table to ContractError."""
     try:
         yield
     except (pa.ArrowInvalid, TypeError) as error:
@@ -108,16 +108,16 @@ def _table_error(data: Any) -> Iterator[None]:  # noqa: ANN401
         raise ContractError(f"{text}; expected {_ACCEPTED}") from None
 
 
-def _reader_source(reader: pa.RecordBatchReader, restore: Restore) -> Source:
-    return Source(reader.schema, _at_least_one(reader.schema, reader), restore)
+def _reader_source(reader: pa.RecordBatchReader, restore: Restore) -> InputTable:
+    return InputTable(reader.schema, _at_least_one(reader.schema, reader), restore)
 
 
-def _table_source(table: pa.Table, restore: Restore) -> Source:
-    return Source(table.schema, _at_least_one(table.schema, table.to_batches()), restore)
+def _table_source(table: pa.Table, restore: Restore) -> InputTable:
+    return InputTable(table.schema, _at_least_one(table.schema, table.to_batches()), restore)
 
 
 def _at_least_one(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Batches:
-    """Yield batches; one without rows if there are none, so that the result has a schema."""
+    """Yield batches; if there are none, yield one without rows, so that results have a schema."""
     is_empty = True
     for batch in batches:
         is_empty = False
@@ -127,7 +127,7 @@ def _at_least_one(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Batch
 
 
 def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
-    """Return a batch without rows; `from_pylist` lacks some types, such as Polars' categories."""
+    """Return a batch without rows, also for types that `from_pylist` lacks."""
     return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
 
 
@@ -146,7 +146,7 @@ def _to_reader(schema: pa.Schema, results: Batches) -> pa.RecordBatchReader:
     return pa.RecordBatchReader.from_batches(schema, results)
 
 
-def _open_pyarrow(data: Any) -> Source | None:  # noqa: ANN401
+def _open_pyarrow(data: Any) -> InputTable | None:  # noqa: ANN401
     """Open a dataset or a scanner."""
     scanner = data.scanner() if hasattr(data, "scanner") else data
     if not hasattr(scanner, "to_reader"):
@@ -154,8 +154,8 @@ def _open_pyarrow(data: Any) -> Source | None:  # noqa: ANN401
     return _reader_source(scanner.to_reader(), _to_table)
 
 
-def _open_pandas(data: Any) -> Source | None:  # noqa: ANN401
-    """Open a data frame; the result has its index."""
+def _open_pandas(data: Any) -> InputTable | None:  # noqa: ANN401
+    """Open a data frame; the result has the same index."""
     if not isinstance(data, sys.modules["pandas"].DataFrame):
         return None
     try:
@@ -165,7 +165,7 @@ def _open_pandas(data: Any) -> Source | None:  # noqa: ANN401
     dtypes = dict(zip(table.column_names, data.dtypes, strict=True))
 
     def to_pandas(schema: pa.Schema, results: Batches) -> Any:  # noqa: ANN401
-        # Without the metadata of the sent frame, which describes its index.
+        # The metadata describes the index of the sent frame, so it is removed.
         scored = _to_table(schema, results).replace_schema_metadata(None)
         kept = {}
         for position, (name, column) in enumerate(zip(schema.names, scored.columns, strict=True)):
@@ -174,7 +174,7 @@ def _open_pandas(data: Any) -> Source | None:  # noqa: ANN401
             if dtype is not None:
                 kept[position] = dtype
         frame = scored.select([i for i in range(len(schema)) if i not in kept]).to_pandas()
-        # An empty selection has no rows.
+        # A frame without columns has no rows.
         frame = frame if frame.shape[1] else sys.modules["pandas"].DataFrame(index=data.index)
         frame.index = data.index
         for position, dtype in kept.items():
@@ -186,11 +186,11 @@ def _open_pandas(data: Any) -> Source | None:  # noqa: ANN401
 
 
 def _extension_dtype(column: pa.ChunkedArray, given: Any, *, is_same: bool) -> Any | None:  # noqa: ANN401
-    """Return the extension dtype of a result; None: the one that pyarrow chooses.
+    """Return the extension dtype for a result; None for the dtype that pyarrow chooses.
 
     Args:
         column: The result.
-        given: Dtype of the frame's column of this name; None without one.
+        given: Dtype of the sent frame's column with the same name; None if it has no such column.
         is_same: Whether that column has the Arrow type of the result.
     """
     pandas, kind = sys.modules["pandas"], column.type
@@ -199,13 +199,13 @@ def _extension_dtype(column: pa.ChunkedArray, given: Any, *, is_same: bool) -> A
         return pandas.ArrowDtype(kind)
     if is_extension and (is_same or (kind in _TEXTS and isinstance(given, pandas.StringDtype))):
         return given
-    # NumPy has no null integers, and floats would change large ones.
+    # NumPy has no nulls for integers, and floats would change large integers.
     is_nullable = column.null_count and not pa.types.is_floating(kind)
     name = _NULLABLE.get(kind) if is_extension or is_nullable else None
     return None if name is None else pandas.api.types.pandas_dtype(name)
 
 
-def _open_polars(data: Any) -> Source | None:  # noqa: ANN401
+def _open_polars(data: Any) -> InputTable | None:  # noqa: ANN401
     """Open an eager frame, or collect a lazy one in batches."""
     polars = sys.modules["polars"]
 
@@ -214,8 +214,8 @@ def _open_polars(data: Any) -> Source | None:  # noqa: ANN401
 
     if isinstance(data, polars.LazyFrame):
         schema = _polars_stream(polars.DataFrame(schema=data.collect_schema())).schema
-        batches = (batch for frame in _collected(data) for batch in _polars_stream(frame))
-        return Source(
+        batches = (batch for frame in _collect_frames(data) for batch in _polars_stream(frame))
+        return InputTable(
             schema,
             _at_least_one(schema, batches),
             lambda schema, results: to_frame(schema, results).lazy(),
@@ -226,10 +226,10 @@ def _open_polars(data: Any) -> Source | None:  # noqa: ANN401
 
 
 def _polars_stream(frame: Any) -> pa.RecordBatchReader:  # noqa: ANN401
-    """Return the batches of a frame; an error names the column of a type that Arrow lacks."""
+    """Return the batches of a frame; raise a ContractError for a type that Arrow lacks."""
     polars = sys.modules["polars"]
     for name, dtype in frame.schema.items():
-        # Polars exports the addresses of its objects.
+        # Polars would export the addresses of the objects.
         if dtype == polars.Object:
             raise _polars_type_error(name, dtype)
     try:
@@ -248,15 +248,15 @@ def _polars_type_error(name: str, dtype: Any) -> ContractError:  # noqa: ANN401
     return ContractError(text, column=name, got=str(dtype))
 
 
-def _collected(data: Any) -> Iterator[Any]:  # noqa: ANN401
-    """Yield the frames of a lazy frame in order; older versions of Polars have only one."""
+def _collect_frames(data: Any) -> Iterator[Any]:  # noqa: ANN401
+    """Yield a lazy frame as frames in order; older versions of Polars yield only one frame."""
     if hasattr(data, "collect_batches"):
         yield from data.collect_batches(maintain_order=True)
     else:
         yield data.collect()
 
 
-def _open_duckdb(data: Any) -> Source | None:  # noqa: ANN401
+def _open_duckdb(data: Any) -> InputTable | None:  # noqa: ANN401
     """Open a relation; the result is a relation of DuckDB's default connection."""
     if type(data).__name__ != "DuckDBPyRelation":
         return None
@@ -268,7 +268,7 @@ def _open_duckdb(data: Any) -> Source | None:  # noqa: ANN401
     return _reader_source(_stream(data), to_relation)
 
 
-def _open_ibis(data: Any) -> Source | None:  # noqa: ANN401
+def _open_ibis(data: Any) -> InputTable | None:  # noqa: ANN401
     """Open a table expression; the result is an in-memory table."""
     if not hasattr(data, "__arrow_c_stream__"):
         return None
@@ -281,8 +281,8 @@ def _open_ibis(data: Any) -> Source | None:  # noqa: ANN401
 
 
 def _columns_table(columns: Mapping[str, Any]) -> pa.Table:
-    """Return a dictionary of arrays as a table; the axes after the first become lists."""
-    arrays = {name: _array(name, values) for name, values in columns.items()}
+    """Convert a dictionary of arrays to a table; axes after the first become lists."""
+    arrays = {name: _to_arrow_array(name, values) for name, values in columns.items()}
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise ContractError(f"columns differ in length: {_named_lengths(lengths)}")
@@ -293,8 +293,8 @@ def _named_lengths(lengths: Mapping[str, int]) -> str:
     return ", ".join(f"`{name}` has {length}" for name, length in lengths.items())
 
 
-def _array(name: str, values: Any) -> Any:  # noqa: ANN401
-    """Return a NumPy array of one or more dimensions, or a list, as an Arrow array."""
+def _to_arrow_array(name: str, values: Any) -> Any:  # noqa: ANN401
+    """Convert a NumPy array of one or more dimensions, or a list, to an Arrow array."""
     if not isinstance(name, str):
         raise ContractError(f"column {name!r} has a name of the type {type(name).__name__}")
     shape = getattr(values, "shape", (0,))
@@ -312,14 +312,15 @@ def _array(name: str, values: Any) -> Any:  # noqa: ANN401
 
 
 def _to_columns(schema: pa.Schema, results: Batches) -> dict[str, Any]:
-    """Return results as NumPy arrays; lists of one length become axes after the first."""
+    """Convert results to NumPy arrays; lists of a fixed length become axes after the first."""
     table = _to_table(schema, results).combine_chunks()
     return {
-        name: _numpy(column) for name, column in zip(table.column_names, table.columns, strict=True)
+        name: _to_numpy(column)
+        for name, column in zip(table.column_names, table.columns, strict=True)
     }
 
 
-def _numpy(column: pa.ChunkedArray) -> Any:  # noqa: ANN401
+def _to_numpy(column: pa.ChunkedArray) -> Any:  # noqa: ANN401
     array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
     if isinstance(array.type, pa.FixedShapeTensorType):
         return _numpy_tensors(array)
@@ -331,7 +332,7 @@ def _numpy(column: pa.ChunkedArray) -> Any:  # noqa: ANN401
 
 
 def _numpy_tensors(array: Any) -> Any:  # noqa: ANN401
-    """Return tensors as one array; with nulls, as an array of arrays and None."""
+    """Convert tensors to one array; with nulls, to an array of arrays and None."""
     if array.null_count:
         tensors = iter(_numpy_tensors(array.drop_null()))
         rows = array.is_null().to_numpy(zero_copy_only=False).astype(object)
@@ -345,7 +346,7 @@ def _numpy_tensors(array: Any) -> Any:  # noqa: ANN401
     return values if axes is None else values.transpose(0, *(axis + 1 for axis in axes))
 
 
-_LIBRARIES: dict[str, Callable[[Any], Source | None]] = {
+_LIBRARIES: dict[str, Callable[[Any], InputTable | None]] = {
     "pyarrow": _open_pyarrow,
     "pandas": _open_pandas,
     "polars": _open_polars,

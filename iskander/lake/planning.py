@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from iskander.client import ModelDescription
 from iskander.client.matching import Matching
-from iskander.client.slicing import slices, whole
+from iskander.client.slicing import cut_and_join, join_to_one
 from iskander.errors import ContractError, IskanderError, LimitExceeded
 from iskander.foundation import clock
 from iskander.lake.execution import execution_values
@@ -200,7 +200,7 @@ def cut_for_calls(batch: pa.RecordBatch, description: ModelDescription) -> Itera
     rows_max = limits["rows"]
     if description.is_whole:
         try:
-            batch = whole(
+            batch = join_to_one(
                 [batch],
                 rows_max=rows_max,
                 bytes_max=limits["bytes"],
@@ -212,7 +212,7 @@ def cut_for_calls(batch: pa.RecordBatch, description: ModelDescription) -> Itera
         return iter([batch])
     if not description.ranked_within:
         rows_max = min(rows_max, description.max_batch_rows)
-    return slices(
+    return cut_and_join(
         [batch],
         rows_max=rows_max,
         bytes_max=limits["bytes"],

@@ -20,7 +20,7 @@ from support.repositories import Folder
 from iskander.client import Client
 from iskander.client.matching import Matching
 from iskander.client.model import Model, ModelDescription, read_description
-from iskander.client.slicing import slices
+from iskander.client.slicing import cut_and_join
 from iskander.client.tables import open_source
 from iskander.errors import ContractError, LimitExceeded
 
@@ -130,7 +130,7 @@ class TableClient:
         matching = Matching(described, source.schema, columns=columns)
         limits = described.limits
         parts = list(
-            slices(
+            cut_and_join(
                 map(matching.apply, source.batches),
                 rows_max=limits["rows"],
                 bytes_max=limits["bytes"],

@@ -1,1 +1,1 @@
-"""One call of the client: connection, credentials, retries, regions, errors."""
+"""Calls of the client: connection, credentials, retries, shared memory, errors."""

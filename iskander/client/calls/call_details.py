@@ -18,7 +18,8 @@ from iskander.errors import IskanderError
 class CallDetail(flight.ClientMiddleware):  # type: ignore[misc]
     """Headers and error detail of one call.
 
-    Reads the detail from the trailers, since pyarrow passes `extra_info` for some statuses only.
+    The detail is read from the trailers, because pyarrow passes `extra_info` for some statuses
+    only.
 
     Attributes:
         token: Token of the call.
@@ -40,7 +41,10 @@ class CallDetail(flight.ClientMiddleware):  # type: ignore[misc]
             self._detail = value
 
     def server_error(self) -> IskanderError | None:
-        """Return the error that the gateway sent; None without one, as of a broken connection."""
+        """Return the error that the gateway sent.
+
+        None if it sent none, as on a broken connection.
+        """
         try:
             detail = json.loads(self._detail)
             is_ours = isinstance(detail["code"], str) and isinstance(detail["message"], str)
@@ -50,7 +54,7 @@ class CallDetail(flight.ClientMiddleware):  # type: ignore[misc]
 
 
 class CallDetails(flight.ClientMiddlewareFactory):  # type: ignore[misc]
-    """Creates the detail of each call, and keeps the latest for each thread."""
+    """Creates the detail of every call, and keeps the latest detail of every thread."""
 
     def __init__(self, credentials: Credentials) -> None:
         super().__init__()
@@ -58,7 +62,7 @@ class CallDetails(flight.ClientMiddlewareFactory):  # type: ignore[misc]
         self._thread = threading.local()
 
     def prepare(self) -> None:
-        """Take the token of the next call of this thread, not in a callback of pyarrow.
+        """Get the token for the next call of this thread; not in a callback, which must not raise.
 
         Raises:
             ConfigError: The token is invalid.
@@ -73,6 +77,9 @@ class CallDetails(flight.ClientMiddlewareFactory):  # type: ignore[misc]
         return detail
 
     def latest(self) -> CallDetail | None:
-        """Return the detail of the call that this thread started after `prepare`, if it did."""
+        """Return the detail of the call that this thread began after `prepare`.
+
+        None without one.
+        """
         detail: CallDetail | None = self._thread.latest
         return detail

@@ -14,17 +14,17 @@ _thread = threading.local()
 
 
 class Cancellable(Protocol):
-    """An open call, by the reader of its results, or a wait."""
+    """An open call, represented by the reader of its results, or a wait."""
 
     def cancel(self) -> None:
-        """End it; any thread may call this, also after its end."""
+        """End the call or the wait; any thread may call this at any time, even after the end."""
 
 
 class Cancellation:
-    """Context in which a thread makes calls that another thread may cancel.
+    """Context in which a thread makes calls that other threads may cancel.
 
     Attributes:
-        has_expired: The deadline of the caller was the reason.
+        has_expired: Whether the deadline of the caller was the reason of the cancellation.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Cancellation:
             raise Cancelled("the caller cancelled the call")
 
     def enter(self, entered: Cancellable) -> None:
-        """Set the open call or wait."""
+        """Set the open call or wait, which `cancel` ends."""
         with self._lock:
             self._open = entered
             is_requested = self.is_requested
@@ -66,7 +66,7 @@ class Cancellation:
 
 
 def current() -> Cancellation | None:
-    """Return the context of this thread."""
+    """Return the context in which this thread makes calls; None outside of a context."""
     found: Cancellation | None = getattr(_thread, "current", None)
     return found
 
@@ -74,11 +74,11 @@ def current() -> Cancellation | None:
 class OpenCalls:
     """Open calls and waits of a client, which `close` ends.
 
-    It needs no lock: `close` sets `is_closed` before it reads the set, and a call joins the set
-    before it reads `is_closed`, so at least one of them sees the other.
+    No lock is needed: `close` sets `is_closed` before it reads the set, and a call joins the set
+    before it reads `is_closed`, so either `close` ends the call, or the call sees `is_closed`.
 
     Attributes:
-        is_closed: The client is closed.
+        is_closed: Whether the client is closed.
     """
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ class OpenCalls:
     def close(self) -> None:
         """End all calls and waits, and reject later ones."""
         self.is_closed = True
-        for each in self._entered.copy():
-            each.cancel()
+        for entered in self._entered.copy():
+            entered.cancel()
 
     def require_open(self) -> None:
         """Raise Cancelled if the client is closed, or the calls of this thread are cancelled."""
@@ -113,7 +113,7 @@ class OpenCalls:
         self._entered.discard(entered)
 
     def pause(self, wait_s: float) -> None:
-        """Wait.
+        """Wait for a number of seconds.
 
         Raises:
             Cancelled: The client was closed, or the calls of this thread were cancelled.
@@ -128,7 +128,7 @@ class OpenCalls:
 
 
 class _Wait:
-    """A wait that another thread may end."""
+    """A wait that another thread may end; see `Cancellable`."""
 
     def __init__(self) -> None:
         self._has_ended = threading.Event()

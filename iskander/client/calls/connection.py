@@ -19,7 +19,12 @@ from pyarrow import flight
 from iskander.client.calls.call_details import CallDetail, CallDetails
 from iskander.client.calls.cancellation import OpenCalls, current
 from iskander.client.calls.credentials import Credentials
-from iskander.client.calls.flight_errors import FLIGHT_ERRORS, add_model, text_of, to_named
+from iskander.client.calls.flight_errors import (
+    FLIGHT_ERRORS,
+    add_model,
+    message_of,
+    to_iskander_error,
+)
 from iskander.client.calls.resume import Outcome, WindowFeed
 from iskander.client.calls.retry import Deadline
 from iskander.client.calls.sharing import Sharing
@@ -43,14 +48,16 @@ ResultT = TypeVar("ResultT")
 
 CALL_TIMEOUT_S = 10.0
 SHARED_BYTES = 64 << 20
-"""Size of a stream's shared memory without a setting."""
+"""Size of a stream's shared memory, if the caller sets none."""
 RECONNECT_MAX_MS = 500
-"""Maximum wait of gRPC between connection attempts; a call in between fails. Its own is 120 s."""
+"""Maximum wait of gRPC between connection attempts, during which calls fail; gRPC's default is 120
+s."""
 KEEPALIVE_MS = 20_000
-"""Time without data in an open call, after which gRPC sends a PING. It sends two at most until the
-client sends data again; other servers of gRPC close a connection at the third."""
+"""Time without data in an open call after which gRPC sends a PING. It sends at most two until the
+client sends data again, because some gRPC servers close a connection at the third PING."""
 KEEPALIVE_ANSWER_MS = 10_000
-"""Maximum wait for the answer; then the call fails, also without a timeout: the gateway hangs."""
+"""Maximum wait for the answer to a PING. After it the gateway counts as hung, and its calls
+fail."""
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
@@ -68,7 +75,7 @@ class Tls(NamedTuple):
     """PEM files of a TLS connection.
 
     Attributes:
-        roots: CA certificates for the server's certificate; None: the system's.
+        roots: CA certificates that verify the server; None: certificates of the system.
         certificate: Client certificate for mutual TLS; needs `key`.
     """
 
@@ -77,7 +84,7 @@ class Tls(NamedTuple):
     key: Path | None = None
 
     def options(self) -> dict[str, bytes]:
-        """Read the TLS arguments of `FlightClient`; raise ConfigError for a file that is no PEM."""
+        """Return the TLS arguments of `FlightClient`; raise ConfigError for an invalid file."""
         names = ("tls_root_certs", "cert_chain", "private_key")
         given = {name: path for name, path in zip(names, self, strict=True) if path is not None}
         try:
@@ -98,9 +105,9 @@ class Connection:
         timeout_s: Timeout of each action.
         credentials: Tokens of the calls.
         tls: TLS files; None: plaintext. A unix socket has no TLS.
-        shared_bytes: Size of each stream's shared memory; 0: none; None: `SHARED_BYTES` if the
-            server is on this machine and offers it.
-        calls: Receives the open calls.
+        shared_bytes: Size of each stream's shared memory; 0: no shared memory; None:
+            `SHARED_BYTES` if the server is on this machine and offers shared memory.
+        calls: Set of open calls to which the calls of this connection are added.
 
     Raises:
         ConfigError: The address is invalid, or a TLS file cannot be read.
@@ -120,11 +127,11 @@ class Connection:
         self._credentials = credentials
         self._details = CallDetails(credentials)
         self._calls = calls
-        secrecy: dict[str, Any] = {}
+        tls_options: dict[str, Any] = {}
         if tls is not None and not address.text.startswith(_UNIX):
-            secrecy = dict(tls.options())
+            tls_options = dict(tls.options())
             if address.name is not None:
-                secrecy["override_hostname"] = address.name
+                tls_options["override_hostname"] = address.name
         try:
             self._flight = flight.FlightClient(
                 _uri(address.text, is_tls=tls is not None),
@@ -133,13 +140,13 @@ class Connection:
                     ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
                     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
                     ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),
-                    # The version of gRPC in pyarrow waits for the longer of the two.
+                    # The gRPC in pyarrow waits for the longer of these two timeouts.
                     ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_MS),
                 ],
-                **secrecy,
+                **tls_options,
             )
         except pa.ArrowException as error:
-            raise ConfigError(f"invalid address {address.text}: {text_of(error)}") from error
+            raise ConfigError(f"invalid address {address.text}: {message_of(error)}") from error
         is_possible = sys.platform == "linux" and _is_local(address.text)
         automatic_bytes = SHARED_BYTES if is_possible else 0
         is_automatic = shared_bytes is None
@@ -179,7 +186,7 @@ class Connection:
         *,
         timeout_s: float | None = None,
     ) -> list[bytes]:
-        """Run an action; return its results, JSON or IPC messages.
+        """Run an action; return its results, which are JSON or IPC messages.
 
         Raises:
             IskanderError: The server's error, or ConnectionFailed.
@@ -195,7 +202,7 @@ class Connection:
             results = self._flight.do_action(flight.Action(name, body), options)
             return [result.body.to_pybytes() for result in results]
         except FLIGHT_ERRORS as error:
-            raise self._named(error, self._details.latest()) from error
+            raise self._to_named_error(error, self._details.latest()) from error
 
     def may_share(self, batch: pa.RecordBatch) -> bool:
         """Whether a stream that begins with this batch may use shared memory."""
@@ -204,7 +211,9 @@ class Connection:
     def score(
         self, path: list[str], batch: pa.RecordBatch, headers: Headers, timeout_s: float | None
     ) -> pa.RecordBatch:
-        """Score one batch without a thread: the server sends nothing before it has the batch.
+        """Score one batch.
+
+        No writer thread is needed, because the server replies only after the whole batch.
 
         Raises:
             IskanderError: The server's error, or ConnectionFailed.
@@ -212,7 +221,7 @@ class Connection:
         writer, reader, detail = self._open(path, headers, timeout_s)
         is_answered = False
         try:
-            with contextlib.suppress(*FLIGHT_ERRORS):  # The reader receives the reason.
+            with contextlib.suppress(*FLIGHT_ERRORS):  # The reader raises the reason.
                 writer.begin(batch.schema)
                 writer.write_batch(batch)
                 writer.done_writing()
@@ -221,7 +230,7 @@ class Connection:
         except StopIteration:
             raise ProtocolError("the stream ended before the result of its batch") from None
         except FLIGHT_ERRORS as error:
-            raise self._named(error, detail) from error
+            raise self._to_named_error(error, detail) from error
         finally:
             self._calls.leave(reader)
             if not is_answered:
@@ -234,7 +243,7 @@ class Connection:
     def exchange(
         self, path: list[str], feed: WindowFeed, headers: Headers, deadline: Deadline
     ) -> Iterator[Outcome]:
-        """Send the batches of a feed; yield an outcome for each, in order.
+        """Send the batches of a feed; yield an outcome for each batch, in order.
 
         Raises:
             IskanderError: The server's error, or ConnectionFailed.
@@ -259,7 +268,7 @@ class Connection:
             except FLIGHT_ERRORS as error:
                 # After the last result, the status of the call is irrelevant.
                 if not feeder.has_ended_call:
-                    raise self._failure(error, feeder, detail, lease) from error
+                    raise self._stream_error(error, feeder, detail, lease) from error
             finally:
                 reader.cancel()  # Ends the call if the caller stopped early.
                 self._calls.leave(reader)
@@ -283,45 +292,45 @@ class Connection:
             writer, reader = self._flight.do_exchange(descriptor, options)
         except FLIGHT_ERRORS as error:
             # The call failed before the descriptor was written.
-            raise self._named(error, self._details.latest()) from error
+            raise self._to_named_error(error, self._details.latest()) from error
         self._calls.enter(reader)
         return writer, reader, self._details.latest()
 
-    def _failure(
+    def _stream_error(
         self,
         error: Exception,
         feeder: StreamWriter,
         detail: CallDetail | None,
         lease: RegionLease | None,
     ) -> BaseException:
-        """Return the error of the feed, or else that of a stream's call."""
+        """Return the error of the feed, or else the error of a stream's call."""
         feeder.finish()
         if feeder.error is not None:
             return feeder.error
-        named = self._named(error, detail)
+        named = self._to_named_error(error, detail)
         if lease is not None and isinstance(named, RegionNotFound):
             self._sharing.discard(lease)
             return RegionNotFound(_REGION_GONE)
         return named
 
-    def _named(self, error: Exception, detail: CallDetail | None) -> IskanderError:
-        """Return the server's error for an error of a call; without one, that of its status."""
+    def _to_named_error(self, error: Exception, detail: CallDetail | None) -> IskanderError:
+        """Return the server's error for a failed call; if it sent none, the error of the status."""
         if self._calls.is_closed:
             return Cancelled("the client is closed")
         named = None if detail is None else detail.server_error()
         if named is None:
-            named = self._unanswered(error)
+            named = self._error_without_answer(error)
         if isinstance(named, Unauthenticated) and detail is not None:
             named.has_new_token = self._credentials.has_other_than(detail.token)
         return named
 
-    def _unanswered(self, error: Exception) -> IskanderError:
-        """Return the error of a call for which the server sent none."""
+    def _error_without_answer(self, error: Exception) -> IskanderError:
+        """Return the named error of a failed call for which the server sent no error."""
         cancellation = current()
         if cancellation is not None and cancellation.has_expired:
             named: IskanderError = DeadlineExceeded("the call's deadline has passed")
         else:
-            named = to_named(error, self._address)
+            named = to_iskander_error(error, self._address)
         if isinstance(named, DeadlineExceeded):
             named.is_unanswered = True
         return named
@@ -332,7 +341,7 @@ class Connection:
 
 
 def _is_local(address: str) -> bool:
-    """Whether an address is of this machine."""
+    """Whether an address is on this machine."""
     host = address.rpartition(":")[0].strip("[]")
     return address.startswith(_UNIX) or host in ("127.0.0.1", "localhost", "::1")
 
@@ -344,7 +353,7 @@ def _uri(address: str, *, is_tls: bool) -> str:
 
 
 def encode_terms(terms: Mapping[str, Any]) -> Headers:
-    """Encode the terms of a call as headers, without those that are None.
+    """Encode the terms of a call as headers; leave out terms that are None.
 
     Raises:
         ConfigError: A term cannot be sent in a header.
@@ -371,7 +380,7 @@ def decode_result(results: Sequence[bytes], kind: type[ResultT], key: str | None
     """Decode the JSON result of an action, or one key of it.
 
     Raises:
-        ProtocolError: There is no such result; the server may be no gateway.
+        ProtocolError: The result is missing or has another form; the server may be no gateway.
     """
     try:
         result = json.loads(results[0])
@@ -386,7 +395,7 @@ def decode_result(results: Sequence[bytes], kind: type[ResultT], key: str | None
 
 
 def _outcome(chunk: Any, model: str) -> Outcome:  # noqa: ANN401
-    """Return the result or the error of a batch."""
+    """Return the outcome of a batch, its result or its error, from a message of the stream."""
     if chunk.data.num_rows == 0 and chunk.app_metadata is not None:
         with contextlib.suppress(ValueError, LookupError, TypeError):
             metadata = json.loads(bytes(chunk.app_metadata))

@@ -1,4 +1,4 @@
-"""Token of a client's calls: a fixed one, or the current one of a function.
+"""Token of a client's calls: a fixed token, or the current result of a function.
 
 Runs on: the caller's threads.
 """
@@ -12,7 +12,7 @@ from typing import TypeAlias
 from iskander.errors import ConfigError
 
 Token: TypeAlias = str | Callable[[], str] | None
-"""A token, or a function that returns the current one."""
+"""A token, or a function that returns the current token."""
 
 _TOKEN = re.compile(r"[!-~]+")
 
@@ -21,8 +21,9 @@ class Credentials:
     """Tokens of all calls of a client.
 
     Args:
-        token: The token. A function is called for each attempt of each call, on its thread, so it
-            may be called by several threads at a time; calls raise its exceptions.
+        token: The token. A function is called for every attempt of a call, on the thread of the
+            call, so several threads may call it at a time. A call raises the exceptions of the
+            function.
 
     Raises:
         ConfigError: The token cannot be sent in a header.
@@ -41,12 +42,12 @@ class Credentials:
         return self._fixed if self._function is None else _require_valid(self._function())
 
     def has_other_than(self, token: str | None) -> bool:
-        """Whether the token was replaced since a call was made with this one."""
+        """Whether `token`, with which a call was made, has been replaced since."""
         return self._function is not None and self.current() != token
 
 
 def _require_valid(token: str | None) -> str | None:
     if token is None or (isinstance(token, str) and _TOKEN.fullmatch(token)):
         return token
-    # The token is not in the text, which logs may contain.
+    # The text does not contain the token, because the text may be logged.
     raise ConfigError("invalid token: only printable ASCII without spaces is allowed")

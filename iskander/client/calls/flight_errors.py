@@ -1,6 +1,6 @@
-"""Named errors for errors of pyarrow.flight that have no detail of a gateway.
+"""Conversion of errors of pyarrow.flight that have no detail of a gateway.
 
-They are failures of the connection, statuses of a proxy, and the client's own timeouts.
+Such errors are failures of the connection, statuses of a proxy, and timeouts of the client.
 
 Runs on: the caller's threads. Pure.
 """
@@ -42,34 +42,34 @@ _KINDS: tuple[tuple[type[Exception], type[IskanderError], str], ...] = (
     (pa.ArrowNotImplementedError, Unsupported, "{address} does not have this call: {text}"),
     (Exception, ProtocolError, "{address} is no gateway, or of another version: {text}"),
 )
-"""Named error and its text for each class; the first one counts.
+"""Class of pyarrow, named error and its text; the first entry whose class matches is used.
 
 A reset connection is a `FlightInternalError`; so are the statuses ABORTED and DATA_LOSS.
 """
 _NOT_CONNECTED = ("failed to connect", "errors resolving", "empty address list")
-"""Texts of gRPC for a call that reached no gateway; the connections of others failed later."""
+"""Texts of gRPC for a call that reached no gateway. Other connections fail during a call."""
 _CUT = ("RST_STREAM", "Stream removed")
-"""Texts of gRPC for a call that a proxy ended, because its gateway was lost, in another way."""
+"""Texts of gRPC for a call that a proxy ended because it lost the gateway."""
 _EXHAUSTED = "gRPC returned resource exhausted error"
 """Text of pyarrow for RESOURCE_EXHAUSTED, which is an `ArrowInvalid`."""
 _PREFIX = re.compile(r"\A(?:Unknown: )?(?:Flight|gRPC) [a-zA-Z -]+,? (?:with )?message: ")
 _SUFFIX = re.compile(r"(\. (Detail|gRPC client debug context|Client context): |\n).*", re.S)
 
 
-def to_named(error: Exception, address: str) -> IskanderError:
-    """Convert an error of a call to `address`, one of `FLIGHT_ERRORS`."""
-    text = text_of(error)
+def to_iskander_error(error: Exception, address: str) -> IskanderError:
+    """Convert one of `FLIGHT_ERRORS`, from a call to `address`, to a named error."""
+    text = message_of(error)
     if _EXHAUSTED in str(error):
         return Overloaded(f"{address} is at a limit: {text}")
-    _, kind, form = next(named for named in _KINDS if isinstance(error, named[0]))
+    _, kind, template = next(named for named in _KINDS if isinstance(error, named[0]))
     if kind in (Cancelled, IskanderError) and any(each in text for each in _CUT):
-        kind, form = ConnectionFailed, "the connection to {address} failed: {text}"
-    if kind is ConnectionFailed and any(each in text for each in _NOT_CONNECTED):
-        form = "no gateway answers at {address}: {text}"
-    return kind(form.format(address=address, text=text))
+        kind, template = ConnectionFailed, "the connection to {address} failed: {text}"
+    if kind is ConnectionFailed and any(known in text for known in _NOT_CONNECTED):
+        template = "no gateway answers at {address}: {text}"
+    return kind(template.format(address=address, text=text))
 
 
-def text_of(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return the message of an error without the additions of pyarrow and gRPC."""
     text = str(error.args[0] if error.args else error)
     return _SUFFIX.sub("", _PREFIX.sub("", text))

@@ -1,11 +1,11 @@
 """Streams that continue on another connection, after a failure or at a preferred gateway.
 
-    caller's batches -> Window (batches without a result, in order) -> WindowFeed of one exchange
+    caller's batches -> ResumeWindow (batches without a result) -> WindowFeed of one exchange
 
-A new exchange sends the batches of the window again, then new ones. A result removes its batch from
-the window before the caller gets it: nothing is returned twice or missing, and the order is kept.
-If the preferred gateway is back, an exchange takes no more batches, and the next one follows its
-last result: nothing is sent twice.
+A new exchange sends the batches of the window again, then new batches. A batch leaves the window
+before the caller gets its result, so every result is returned once and in order. If the preferred
+gateway is ready again, the current exchange takes no more batches, and after its last result the
+next exchange begins at the preferred gateway, so no batch is sent twice.
 
 Runs on: the caller's threads, and the writer thread of each exchange.
 """
@@ -32,7 +32,7 @@ Outcome: TypeAlias = pa.RecordBatch | IskanderError
 
 WINDOW_BATCHES = 256
 WINDOW_BYTES = 64 << 20
-_PAIR = 2
+_ITEM_PARTS = 2
 _END = object()
 
 
@@ -40,8 +40,8 @@ class CallEndedError(Exception):
     """The call accepts no more batches."""
 
 
-class _Load(Protocol):
-    """Outstanding rows of an exchange, for the selection of targets."""
+class _LeaseOfExchange(Protocol):
+    """The part of a `TargetLease` that a feed uses."""
 
     rows: int
 
@@ -51,25 +51,26 @@ class _Load(Protocol):
 
 
 class _Unanswered(NamedTuple):
-    """A batch without a result."""
+    """A batch without a result, and the time when it was taken from the caller."""
 
     batch: pa.RecordBatch
     terms: Mapping[str, Any] | None
     taken_ns: int
 
 
-class Window:
+class ResumeWindow:
     """Batches of a stream that have no result yet, in order.
 
-    One thread at a time takes a batch from the caller's iterator. If that blocks while a call ends,
-    the next call sends the batches of the window without waiting for it.
+    One thread at a time takes a batch from the caller's iterator. If the iterator blocks while a
+    call ends, the next call sends the batches of the window without waiting for the iterator.
 
     Args:
         items: The caller's batches, of one schema.
         deadline: Deadline of the stream.
-        deadline_ms: The stream's term of that name. A batch that is sent again has less time left.
-        batches_max: Maximum batches; None: no limit.
-        bytes_max: Maximum bytes, except for one batch alone; None: no limit.
+        deadline_ms: The term `deadline_ms` of the stream. A batch that is sent again has less time
+            left.
+        batches_max: Limit of the batches in the window; None: no limit.
+        bytes_max: Limit of their bytes, which a single batch may exceed; None: no limit.
         now_ns: Clock.
     """
 
@@ -92,13 +93,13 @@ class Window:
         self._changed = threading.Condition()
         self._unanswered: deque[_Unanswered] = deque()
         self._bytes = 0
-        self._sent = self._sent_max = 0  # Of the unanswered: by this call, and by any call.
+        self._sent = self._sent_max = 0  # Unanswered batches sent by this call, and by any call.
         self._rows = self._taken = 0
         self._schema: pa.Schema | None = None
         self._is_taking = self._is_exhausted = False
         self._current: WindowFeed | None = None
         self.error: BaseException | None = None
-        """Error of the caller's iterator, or of one of its items."""
+        """Error of the caller's iterator, or of an item that it returned."""
 
     @property
     def is_complete(self) -> bool:
@@ -108,16 +109,16 @@ class Window:
 
     @property
     def rows(self) -> int:
-        """Rows without a result."""
+        """Number of rows in the window, which have no result yet."""
         return self._rows
 
     def has_caused(self, error: BaseException) -> bool:
-        """Whether an error is of the caller's iterator, not of the server."""
-        # At the deadline, no batch without a result means that the iterator was late.
+        """Whether an error comes from the caller's iterator, and not from the server."""
+        # If no batch waits for a result at the deadline, the iterator was late.
         return error is self.error or (isinstance(error, DeadlineExceeded) and not self._rows)
 
     def restart(self) -> WindowFeed:
-        """Begin again at the oldest batch without a result, for a new call."""
+        """Return a feed for a new call, which begins at the oldest batch without a result."""
         with self._changed:
             self._sent = 0
             self._current = feed = WindowFeed(self)
@@ -125,7 +126,7 @@ class Window:
         return feed
 
     def acknowledge(self) -> None:
-        """Remove the oldest batch, which has its result."""
+        """Remove the oldest batch, because its result has arrived."""
         with self._changed:
             answered = self._unanswered.popleft()
             self._bytes -= answered.batch.nbytes
@@ -143,10 +144,10 @@ class Window:
                 self._changed.notify_all()
 
     def next_for(self, feed: WindowFeed) -> tuple[pa.RecordBatch, bytes]:
-        """Return the next batch of a call and its terms, after waiting for one.
+        """Wait for the next batch of a call; return it with its encoded terms.
 
         Raises:
-            StopIteration: All batches are sent, or another call is to send the next ones.
+            StopIteration: All batches are sent, or the next batches are left to another call.
             CallEndedError: The call of this feed has ended.
             DeadlineExceeded: The stream's deadline has passed.
             BaseException: The error of the caller's iterator.
@@ -172,7 +173,7 @@ class Window:
         if is_again:
             waited_ms = (self._now_ns() - taken_ns) / clock.NS_PER_MS
             terms = shorten_deadline(terms, self._deadline_ms, waited_ms)
-        return batch, _encode(terms)
+        return batch, _encode_terms(terms)
 
     def _wait_for(self, feed: WindowFeed) -> None:
         """Wait until there is a batch to send or to take; the lock is held."""
@@ -210,11 +211,13 @@ class Window:
             self._changed.notify_all()
 
     def _add(self, item: Any) -> None:  # noqa: ANN401
-        """Add an item, or set the error if it is invalid; the lock is held."""
-        batch, terms = item if isinstance(item, tuple) and len(item) == _PAIR else (item, None)
+        """Add an item, or set the error if the item is invalid; the lock is held."""
+        batch, terms = (
+            item if isinstance(item, tuple) and len(item) == _ITEM_PARTS else (item, None)
+        )
         has_terms = terms is None or isinstance(terms, Mapping)
         if not isinstance(batch, pa.RecordBatch) or not has_terms:
-            text = f"item {self._taken} of the stream is {_kind(item)}"
+            text = f"item {self._taken} of the stream is {_type_text(item)}"
             self.error = ContractError(
                 f"{text}; expected a pyarrow.RecordBatch, or a pair of one and a mapping of terms"
             )
@@ -236,15 +239,16 @@ class Window:
 
 
 class WindowFeed:
-    """Batches of one call, with their terms as `app_metadata`.
+    """Iterator over the batches of one call, with their terms as `app_metadata`.
 
     Attributes:
-        load: Receives the rows without a result, and ends the feed.
+        load: Lease of the exchange: receives the number of rows without a result, and can end the
+            feed.
     """
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: ResumeWindow) -> None:
         self._window = window
-        self.load: _Load | None = None
+        self.load: _LeaseOfExchange | None = None
 
     def __iter__(self) -> WindowFeed:
         return self
@@ -253,20 +257,20 @@ class WindowFeed:
         return self._window.next_for(self)
 
     def end(self) -> None:
-        """End a wait, after the end of the call."""
+        """End the wait for a batch, after the end of the call."""
         self._window.end(self)
 
 
-def resumable(
-    connect: Callable[[WindowFeed], Iterator[Outcome]], window: Window, attempts: Attempts
+def resume_until_complete(
+    connect: Callable[[WindowFeed], Iterator[Outcome]], window: ResumeWindow, attempts: Attempts
 ) -> Iterator[Any]:
-    """Yield the outcome of each batch, in order, over as many exchanges as it takes.
+    """Yield the outcome of each batch, in order, over as many exchanges as needed.
 
     Args:
         connect: Opens an exchange that sends a feed, and yields an outcome for each batch. An
-            outcome that is an error belongs to its batch.
+            outcome can be the error of a batch.
         window: The batches.
-        attempts: Decides after a failure; each outcome is a success.
+        attempts: Decides whether a failure is retried; every outcome counts as a success.
 
     Raises:
         ModelMoved: The result schema of a later exchange differs from that of the earlier results.
@@ -296,9 +300,9 @@ def resumable(
 
 
 def _next_outcome(
-    outcomes: Iterator[Outcome], window: Window, schema: pa.Schema | None, attempts: Attempts
+    outcomes: Iterator[Outcome], window: ResumeWindow, schema: pa.Schema | None, attempts: Attempts
 ) -> Any:  # noqa: ANN401
-    """Return the next outcome, _END after the last, or None after a failure and its wait."""
+    """Return the next outcome, _END after the last one, or None after the wait for a retry."""
     try:
         return next(outcomes, _END)
     except IskanderError as error:
@@ -323,12 +327,12 @@ def _require_same(earlier: pa.Schema | None, schema: pa.Schema) -> pa.Schema:
 def shorten_deadline(
     terms: Mapping[str, Any] | None, deadline_ms: float | str | None, waited_ms: float
 ) -> Mapping[str, Any] | None:
-    """Return the terms of a batch that is sent again: its deadline does not start again.
+    """Return the terms of a batch that is sent again, with the time that is left to its deadline.
 
     Args:
-        terms: Its own terms.
-        deadline_ms: The stream's term; in a header, it may be text.
-        waited_ms: Time since the caller's iterator returned it.
+        terms: Terms of the batch.
+        deadline_ms: The term `deadline_ms` of the stream; a text if it is from a header.
+        waited_ms: Time since the caller's iterator returned the batch.
     """
     own_ms = None if terms is None else terms.get("deadline_ms")
     limit_ms = deadline_ms if own_ms is None else own_ms
@@ -341,17 +345,17 @@ def shorten_deadline(
     return {**(terms or {}), "deadline_ms": left_ms}
 
 
-def _encode(terms: Mapping[str, Any] | None) -> bytes:
-    """Encode the terms of a batch as `app_metadata`, without those that are None."""
+def _encode_terms(terms: Mapping[str, Any] | None) -> bytes:
+    """Encode the terms of a batch as `app_metadata`; leave out terms that are None."""
     if terms is None:
         return b""
     given = {name: value for name, value in terms.items() if value is not None}
     return json.dumps({"iskander": given}).encode()
 
 
-def _kind(item: Any) -> str:  # noqa: ANN401
-    """Return the type of an item, and of the parts of a tuple."""
+def _type_text(item: Any) -> str:  # noqa: ANN401
+    """Return the name of an item's type; for a tuple, with the types of its entries."""
     if isinstance(item, tuple):
-        return f"a tuple of {', '.join(map(_kind, item)) or 'nothing'}"
+        return f"a tuple of {', '.join(map(_type_text, item)) or 'nothing'}"
     module, name = type(item).__module__, type(item).__qualname__
     return name if module == "builtins" else f"{module}.{name}"

@@ -1,7 +1,7 @@
 """Retry policy: retryable errors, waits between attempts, and the retry budget of a client.
 
-The hooks for logs and metrics are those of `stamina`, which is imported at the first retry. Its own
-waits cannot be interrupted.
+Retries are reported to the hooks of `stamina` for logs and metrics; it is imported at the first
+retry. Its waits are not used, because they cannot be interrupted.
 
 Runs on: the caller's threads. Source: gRFC A6 (the retry budget is its `retryThrottling`).
 """
@@ -31,19 +31,20 @@ from iskander.errors import (
 from iskander.foundation import clock
 
 BUDGET = 500
-"""A killed gateway fails every open call at once: half of these tokens cover 250 calls."""
+"""Tokens of the retry budget. A killed gateway fails all open calls at once; half of the tokens
+cover 250 such calls."""
 BUDGET_MAX = 10**9
-"""Far below the limits of floats, which count the tokens."""
+"""Limit of the tokens, which a float counts exactly."""
 SUCCESS_TOKENS = 0.1
 STATED_WAIT_MAX_S = 60.0
-"""Longest wait that an error may state: the maximum of an overloaded gateway. Only that of a
-quarantined model is longer, up to an hour."""
+"""Longest wait stated by an error that is retried. An overloaded gateway states no longer waits; a
+quarantined model does, up to an hour."""
 SECONDS_MAX = 1e9
-"""Maximum of timeouts and waits: 31 years. The waits of `threading` overflow at 9.2e9 s."""
+"""Limit of timeouts and waits, 31 years: waits of `threading` overflow at 9.2e9 s."""
 _DOUBLINGS_MAX = 64
-"""Keeps the power finite for any number of attempts."""
+"""Limit of the exponent of a backoff, which keeps the power finite."""
 _SCHEDULED = (DeadlineUnreachable, DroppedFromQueue)
-"""Decisions about one batch by its terms: the same batch, sent later, is later still."""
+"""Errors of a batch that comes too late for its terms; sent again, it would be later still."""
 
 # A program without logging would print the name of the event of each retry.
 logging.getLogger("stamina").addHandler(logging.NullHandler())
@@ -53,7 +54,7 @@ def is_retryable(error: BaseException) -> bool:
     """Whether the same call may succeed later, or on another gateway."""
     if isinstance(error, Unauthenticated):
         return error.has_new_token
-    if isinstance(error, RegionNotFound):  # The next attempt uses another region, or none.
+    if isinstance(error, RegionNotFound):  # The next attempt uses another region or no region.
         return True
     if isinstance(error, _SCHEDULED):
         return False
@@ -63,7 +64,7 @@ def is_retryable(error: BaseException) -> bool:
 def is_gateway_failure(error: BaseException) -> bool:
     """Whether other calls to the same gateway will probably fail too.
 
-    After a timeout of the client, with no answer, a probe finds out whether the gateway hangs.
+    A timeout of the client without an answer counts as one: a probe then checks the gateway.
     """
     if isinstance(error, DeadlineExceeded):
         return error.is_unanswered
@@ -71,10 +72,10 @@ def is_gateway_failure(error: BaseException) -> bool:
 
 
 def require_seconds(value: object, name: str, *, minimum: float = 0.0) -> float:
-    """Return a number of seconds.
+    """Return a value as seconds, or raise a ConfigError that names it.
 
     Raises:
-        ConfigError: It is no number, or out of range.
+        ConfigError: The value is no number, or out of range.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     # NaN is in no range.
@@ -88,7 +89,7 @@ class Deadline:
     """Deadline of a call with all its attempts.
 
     Args:
-        timeout_s: Time from now; it has passed if this is negative. None: no deadline.
+        timeout_s: Time from now to the deadline; a negative time has passed. None: no deadline.
         now_ns: Clock.
 
     Raises:
@@ -127,7 +128,7 @@ class Deadline:
 
 
 class RetryBudget:
-    """Token bucket that all calls of a client share, against retries to a failing server.
+    """Token bucket that limits retries to a failing server; all calls of a client share it.
 
     A failure takes one token, a success returns a tenth. At half of the tokens or fewer, failures
     are not retried.
@@ -158,15 +159,15 @@ class Retry:
     `jitter_s`, at most `wait_max_s`; or the time that the server's error states.
 
     Attributes:
-        attempts: Maximum attempts, the first included. A stream starts again to count after a
+        attempts: Maximum attempts, including the first. A stream counts from zero again after a
             result.
         first_wait_s: Wait before the first retry.
         wait_max_s: Maximum wait before a retry.
         jitter_s: Maximum random addition to a wait.
-        is_enabled: Retry at all.
-        budget: Tokens that all calls of a client share. A failure takes one, a result returns a
-            tenth, and at half of them or fewer nothing is retried. An outage takes one for each
-            attempt of each stream.
+        is_enabled: Whether failures are retried.
+        budget: Tokens that all calls of a client share. A failure takes one token, a result returns
+            a tenth of one, and at half of the tokens or fewer nothing is retried. An outage takes
+            one token for each attempt of each stream.
 
     Raises:
         ConfigError: A value is out of range.
@@ -194,13 +195,13 @@ OFF = Retry(is_enabled=False)
 
 
 class Attempts:
-    """Failed attempts of one call.
+    """Counts the failed attempts of one call, and decides about the next attempt.
 
     Args:
         retry: Limits and waits.
         budget: Budget of the client.
         deadline: Deadline of the call.
-        pause: Waits for a number of seconds; it may raise an error to end the call.
+        pause: Waits for a number of seconds; may raise an error to end the call.
     """
 
     __slots__ = ("_budget", "_deadline", "_failed", "_pause", "_retry", "_waited_s")
@@ -220,10 +221,10 @@ class Attempts:
         self._waited_s = 0.0
 
     def wait_after(self, error: Exception) -> None:
-        """Wait before the next attempt.
+        """Wait before the next attempt, or raise the error of the last attempt.
 
         Raises:
-            Exception: The error, if there is no other attempt; a note has their number.
+            Exception: `error`, if there is no other attempt; a note has the number of attempts.
         """
         if not self._retry.is_enabled or not is_retryable(error):
             raise error
@@ -240,13 +241,13 @@ class Attempts:
         self._waited_s += wait_s
 
     def succeed(self) -> None:
-        """Count a result as a success, and failures from zero again."""
+        """Count a result as a success; count failures from zero again."""
         self._budget.succeed()
         self._failed = 0
         self._waited_s = 0.0
 
     def _reason_to_end(self, stated_s: float | None, wait_s: float) -> str | None:
-        """Return why no other attempt follows; None if one does."""
+        """Return why no other attempt follows; None if another attempt follows."""
         if not self._budget.fail():
             return "the retry budget of this client is used up"
         if self._failed >= self._retry.attempts:

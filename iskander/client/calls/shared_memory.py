@@ -3,9 +3,9 @@
     put   ->  writes a batch to a free range, and returns the message with its location
     free  ->  frees the oldest range, after the result of its batch
 
-A large batch is then neither written to a socket, nor read from it and reassembled.
+A large batch in a region is neither written to a socket, nor read from one and reassembled.
 
-Runs on: the caller's threads: one puts and one frees.
+Runs on: the caller's threads; one thread puts batches, and one frees their ranges.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class RegionPool:
         ask: Returns the path of the server's socket and its maximum size of a region, within a
             number of seconds.
         length_bytes: Size of each region.
-        is_reduced: A server's smaller limit is the size; else it is an error.
+        is_reduced: Whether a smaller limit of the server reduces the size; otherwise it is an
+            error.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class RegionPool:
         """Return a region for a stream of batches with this schema.
 
         Raises:
-            IskanderError: The server offers or grants none, or its socket cannot be reached.
+            IskanderError: The server grants no region, or its socket cannot be reached.
         """
         region = self._pop_idle() or self._request(timeout_s)
         region.begin(schema)
@@ -72,7 +73,7 @@ class RegionPool:
         region.close()
 
     def close(self) -> None:
-        """Close idle regions now, and others at the end of their streams."""
+        """Close idle regions now, and used regions at the end of their streams."""
         self._is_closed = True
         self.close_idle()
 
@@ -107,11 +108,11 @@ class RegionPool:
 
 
 class RegionLease:
-    """A region of a pool for one stream.
+    """Use of a pool's region by one stream.
 
     Attributes:
         headers: Headers of the stream's call.
-        is_usable: Another stream may use the region after this one.
+        is_usable: Whether another stream may use the region after this one.
     """
 
     def __init__(self, pool: RegionPool, region: Region) -> None:
@@ -127,7 +128,7 @@ class RegionLease:
 
 ALIGNMENT = 64
 _PREFIX = struct.Struct("<4xi")
-"""Start of an encapsulated message: continuation marker and header length."""
+"""First bytes of an encapsulated message: continuation marker and header length."""
 
 
 class Region:
@@ -164,7 +165,7 @@ class Region:
             return isinstance(error, BlockingIOError)
 
     def put(self, batch: pa.RecordBatch, app_metadata: bytes = b"") -> bytes | None:
-        """Write a batch to a free range, after waiting for one; return the message to send.
+        """Wait for a free range and write a batch to it; return the message to send.
 
         Returns None for a batch that is too small or too large, and after `cancel_waits`.
         """
@@ -191,7 +192,7 @@ class Region:
             self._changed.notify()
 
     def cancel_waits(self) -> None:
-        """Let `put` return None instead of waiting."""
+        """Make `put` return None instead of waiting."""
         with self._changed:
             self._is_cancelled = True
             self._changed.notify()
@@ -199,7 +200,7 @@ class Region:
     def begin(self, schema: pa.Schema) -> None:
         """Prepare for a stream of batches with this schema."""
         self._schema = schema
-        # The IPC writer puts the schema before each batch; the gateway skips it.
+        # The IPC writer puts the schema before each batch; the gateway skips the schema.
         self._schema_bytes = schema.serialize().size
         self._ranges.clear()
         self._is_cancelled = False
@@ -226,13 +227,13 @@ class Region:
 
 
 def _header_end(view: memoryview, at: int) -> int:
-    """Return the end of the header of the encapsulated message at `at`."""
+    """Return the end of the header of the encapsulated message that begins at `at`."""
     (length,) = _PREFIX.unpack_from(view, at)
     return at + _PREFIX.size + int(length)
 
 
 def _free_start(ranges: deque[tuple[int, int]], length: int, size: int) -> int | None:
-    """Find a free range of the ring, between the newest and the oldest range."""
+    """Return the start of a free range in the ring; None if no free range is long enough."""
     if not ranges:
         return 0
     first, end = ranges[0][0], ranges[-1][1]

@@ -1,6 +1,6 @@
 """Use of shared memory by the streams of one connection: suitable batches, and failures.
 
-The regions are those of `shared_memory`, which the distribution `iskander-client` lacks.
+The distribution `iskander-client` lacks the module `shared_memory`, which provides the regions.
 
 Runs on: the caller's threads.
 """
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from iskander.client.calls.shared_memory import RegionLease, RegionPool
 
 WORTH_BYTES = 65_536
-"""Smaller batches cost less over the connection."""
-AGAIN_S = 30.0
-"""Wait after a failure, in which streams use the connection."""
+"""Smallest batch for shared memory; smaller batches cost less over the connection."""
+RETRY_SHARED_S = 30.0
+"""Time after a failure in which streams use the connection instead of shared memory."""
 _NOT_OFFERED = (ConfigError, ModelNotFound, PermissionDenied, ProtocolError, Unsupported)
-"""Errors that do not change: of this installation, a server without regions, or no gateway."""
+"""Permanent errors: a wrong installation, a server without regions, or no gateway."""
 
 
 class Sharing:
-    """Shared memory of a connection.
+    """Provides regions for the streams of a connection, or not after a failure.
 
     Args:
         open_pool: Creates the pool of regions at the first use, or raises ConfigError; None: no
             shared memory.
-        is_required: Errors are raised; else a stream without a region uses the connection.
-        timeout_s: Maximum time for a region.
+        is_required: Whether a failure is an error; otherwise the stream uses the connection.
+        timeout_s: Limit of the time to get a region.
         now_ns: Clock.
     """
 
@@ -63,17 +63,17 @@ class Sharing:
         self._now_ns = now_ns
         self._lock = threading.Lock()
         self._pool: RegionPool | None = None
-        self._again_ns = 0
+        self._retry_at_ns = 0
 
     def is_suitable(self, first: pa.RecordBatch) -> bool:
-        """Whether a stream that begins with this batch tries to get a region."""
+        """Whether to ask for a region for a stream that begins with this batch."""
         if self._open_pool is None or first.nbytes < WORTH_BYTES:
             return False
-        return self._now_ns() >= self._again_ns and can_share(first.schema)
+        return self._now_ns() >= self._retry_at_ns and can_share(first.schema)
 
     @contextlib.contextmanager
     def lease(self, first: pa.RecordBatch, deadline: Deadline) -> Iterator[RegionLease | None]:
-        """Lease a region for a stream, as `acquire`; release it at the end."""
+        """Acquire a region for a stream, as `acquire`; release it after the block."""
         lease = self.acquire(first, deadline)
         try:
             yield lease
@@ -82,11 +82,11 @@ class Sharing:
                 lease.release()
 
     def acquire(self, first: pa.RecordBatch, deadline: Deadline) -> RegionLease | None:
-        """Return a region for a stream that begins with this batch, or None.
+        """Return a region for a stream that begins with this batch; None if it uses the connection.
 
         Raises:
             DeadlineExceeded: The deadline passed.
-            IskanderError: No region is available, but required.
+            IskanderError: A region is required and not available.
         """
         if not self.is_suitable(first):
             return None
@@ -102,10 +102,10 @@ class Sharing:
             return None
 
     def discard(self, lease: RegionLease) -> None:
-        """Close the region of a lease, which the server does not have, and all idle ones.
+        """Close the region of a lease, which the server does not have, and all idle regions.
 
-        The others are probably of the same process. Unless regions are required, the next streams
-        use the connection: a proxy may send each call to another process.
+        The idle regions are probably of the same process. Unless regions are required, the next
+        streams use the connection, because a proxy may send every call to another process.
         """
         lease.is_usable = False
         with self._lock:
@@ -116,7 +116,7 @@ class Sharing:
             self._switch_off(is_final=False)
 
     def close(self) -> None:
-        """Release the idle regions now, and the others at the end of their streams."""
+        """Release idle regions now, and used regions at the end of their streams."""
         with self._lock:
             pool, self._pool, self._open_pool = self._pool, None, None
         if pool is not None:
@@ -126,7 +126,7 @@ class Sharing:
         if is_final:
             self.close()
         else:
-            self._again_ns = self._now_ns() + int(AGAIN_S * clock.NS_PER_S)
+            self._retry_at_ns = self._now_ns() + int(RETRY_SHARED_S * clock.NS_PER_S)
 
     def _opened_pool(self) -> RegionPool:
         with self._lock:
@@ -138,7 +138,7 @@ class Sharing:
 
 
 def can_share(schema: pa.Schema) -> bool:
-    """Whether each batch of a schema is one message: dictionaries are separate messages."""
+    """Whether batches of a schema are single messages: dictionaries would be separate messages."""
     return not any(_has_dictionary(field.type) for field in schema)
 
 

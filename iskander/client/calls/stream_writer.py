@@ -27,9 +27,10 @@ JOIN_S = 1.0
 class StreamWriter(threading.Thread):
     """Writes the batches of a stream.
 
-    It never closes the writing side: a failed call closes it on the reading thread too, and gRPC
-    aborts the process on a second close. The reading thread closes it after the last result. If all
-    results arrive before the feed ends, this thread cancels the call, which has no work left.
+    This thread never closes the writing side, because a failed call closes it on the reading
+    thread, and gRPC aborts the process on a second close. The reading thread closes the writing
+    side after the last result. If all results arrive before the feed ends, this thread cancels the
+    call, which has no work left.
     """
 
     def __init__(
@@ -55,14 +56,14 @@ class StreamWriter(threading.Thread):
         self.has_ended_call = False
 
     def run(self) -> None:
-        """Write until the feed or the call ends."""
+        """Write batches until the feed or the call ends."""
         try:
             with _call_may_end():
                 self._writer.begin(self._schema)
             for batch, metadata in self._feed:
                 self._write(batch, metadata)
         except CallEndedError:
-            return  # The reader receives the reason.
+            return  # The reader raises the reason.
         except BaseException as error:  # Raised again on the caller's thread, whatever it is.
             self.error = error
         with self._lock:
@@ -87,7 +88,7 @@ class StreamWriter(threading.Thread):
         """Free the shared memory of the oldest batch, if it used any.
 
         Raises:
-            ProtocolError: No batch is without a result.
+            ProtocolError: Every batch has a result already.
         """
         if not self._is_shared:
             raise ProtocolError("the server sent more results than it received batches")
@@ -104,7 +105,7 @@ class StreamWriter(threading.Thread):
     def finish(self) -> None:
         """Join the thread, and retrieve the call's error, which Arrow otherwise prints to stderr.
 
-        A blocked feed keeps its thread until it yields.
+        If the feed blocks, its thread is left running until the feed yields.
         """
         self._rest.end()
         if self._region is not None:
@@ -117,7 +118,7 @@ class StreamWriter(threading.Thread):
 
 @contextlib.contextmanager
 def _call_may_end() -> Iterator[None]:
-    """Separate errors of Flight from errors of the feed."""
+    """Convert errors of Flight in the block to `CallEndedError`, apart from errors of the feed."""
     try:
         yield
     except FLIGHT_ERRORS as error:

@@ -1,10 +1,10 @@
-"""Gateways of a client: selection by outstanding rows, health, and age of connections.
+"""Gateways of a client: selection by outstanding rows and health; age of connections.
 
-    pick     ->  the preferred target, or the ready one with the fewest outstanding rows
-    release  ->  ends its use; a target is left after a failure of its gateway
+    pick     ->  the preferred target, or the ready target with the fewest outstanding rows
+    release  ->  ends the use of a target; after a failure of its gateway the target is left
 
-A target that was left gets no calls until a probe finds it ready, unless all targets were left.
-One probe runs at a time.
+A target that was left gets no calls until a probe finds it ready, unless all targets are left. One
+probe runs at a time.
 
 Runs on: the caller's threads. With several targets, a daemon thread probes those that were left.
 """
@@ -26,17 +26,17 @@ from iskander.errors import ConfigError, IskanderError, NotReady
 from iskander.foundation import clock
 
 AGE_S = 1800.0
-"""Age at which a connection is replaced, so that new nodes behind one name get calls."""
+"""Age at which a connection is replaced, so that new nodes behind a host name get calls."""
 _AGE_JITTER = 0.2
 PROBE_TIMEOUT_S = 2.0
 _PROBE_FIRST_S = 0.1
 _PROBE_MAX_S = 5.0
 _DOUBLINGS_MAX = 16
-"""Keeps the power finite for any number of probes."""
+"""Limit of the exponent of a backoff, which keeps the power finite."""
 PREFERRED_PROBE_MAX_S = 1.0
 """Maximum wait between two probes of the preferred target."""
-_AGAIN_S = 30.0
-"""Wait after a failed lookup or a failed replacement."""
+_RETRY_S = 30.0
+"""Wait after a failed lookup of a name, or a failed replacement of a connection."""
 _JOIN_S = 1.0
 _ADDRESS = re.compile(r"unix:.+|(?:\[[^\[\]/\s]+\]|[^\[\]:/@\s]+):(?P<port>[0-9]{1,5})", re.ASCII)
 _PORT_MAX = 65_535
@@ -54,57 +54,60 @@ class Address(NamedTuple):
     name: str | None = None
 
 
-class Connection(Protocol):
-    """What a target needs of a connection."""
+class TargetConnection(Protocol):
+    """The part of a connection that a target uses."""
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
 
     def health(self, timeout_s: float) -> dict[str, Any]:
         """Return the readiness of the gateway."""
 
 
-class Opened:
-    """A connection, and the leases that use it."""
+class OpenConnection:
+    """A connection of a target, and the leases that use it."""
 
     __slots__ = ("connection", "expires_ns", "is_retired", "leases")
 
     def __init__(self, connection: Any, expires_ns: int) -> None:  # noqa: ANN401
         self.connection = connection
         self.expires_ns = expires_ns
-        self.leases: set[Lease] = set()
+        self.leases: set[TargetLease] = set()
         self.is_retired = False
 
 
 class Target:
-    """A gateway.
+    """A gateway of a client.
 
     Attributes:
-        is_preferred: Whether it gets all calls while it is ready.
-        left_ns: Time of its next probe, or None while it is ready.
-        probes: Probes since it was left.
-        returns: Number of times that it became ready again.
+        is_preferred: Whether the target gets all calls while it is ready.
+        left_ns: Time of the next probe; None while the target is ready.
+        probes: Number of probes since the target was left.
+        returns: Number of times that the target became ready again.
     """
 
-    __slots__ = ("address", "is_preferred", "left_ns", "opened", "probes", "returns")
+    __slots__ = ("address", "is_preferred", "next_probe_ns", "opened", "probes", "returns")
 
-    def __init__(self, address: Address, opened: Opened, *, is_preferred: bool = False) -> None:
+    def __init__(
+        self, address: Address, opened: OpenConnection, *, is_preferred: bool = False
+    ) -> None:
         self.address = address
         self.opened = opened
         self.is_preferred = is_preferred
-        self.left_ns: int | None = None
+        self.next_probe_ns: int | None = None
         self.probes = self.returns = 0
 
     @property
     def rows(self) -> int:
-        """Outstanding rows."""
+        """Number of rows that were sent to the target and have no result."""
         return sum(lease.rows for lease in self.opened.leases.copy())
 
 
-class Lease:
+class TargetLease:
     """Use of a target by one attempt of a call; a stream updates its outstanding `rows`.
 
-    As a context, it ends with the attempt. An `IskanderError` is the failure of the attempt.
+    Used as a context, the lease ends with the block. An `IskanderError` in the block is the failure
+    of the attempt.
     """
 
     __slots__ = ("_end", "_preferred", "_returns", "opened", "rows", "target")
@@ -113,7 +116,7 @@ class Lease:
         self,
         target: Target,
         rows: int,
-        end: Callable[[Lease, IskanderError | None], None],
+        end: Callable[[TargetLease, IskanderError | None], None],
         preferred: Target | None = None,
     ) -> None:
         self._end = end
@@ -123,7 +126,7 @@ class Lease:
         self.opened = target.opened
         self.rows = rows
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> TargetLease:
         return self
 
     def __exit__(
@@ -141,7 +144,7 @@ class Lease:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the preferred target became ready during the use of another one."""
+        """Whether the preferred target became ready while this lease uses another target."""
         preferred = self._preferred
         return (
             preferred is not None
@@ -156,22 +159,23 @@ class Targets:
     Args:
         addresses: `HOST:PORT` or `unix:PATH`, or several of them.
         connect: Opens a connection to an address.
-        preferred: Address, listed or not, of the target that is used while it is ready.
-        is_resolved: Make one target of each IP address of a host name, and look names up again
-            after `age_s`; not of the preferred one.
-        age_s: Age at which connections are replaced, less a random part of up to a fifth.
+        preferred: Address of the target that gets all calls while it is ready; it need not be
+            listed.
+        is_resolved: Whether every IP address of a host name is a target; names are then looked up
+            again after `age_s`. The preferred address is not resolved.
+        age_s: Age at which connections are replaced, reduced by a random part of up to a fifth.
         now_ns: Clock.
-        look_up: `socket.getaddrinfo`.
+        look_up: Function like `socket.getaddrinfo`.
 
     Raises:
-        ConfigError: There is no address, or one is invalid.
+        ConfigError: There is no address, or an address is invalid.
         NotReady: A host name cannot be resolved.
     """
 
     def __init__(
         self,
         addresses: str | Sequence[str],
-        connect: Callable[[Address], Connection],
+        connect: Callable[[Address], TargetConnection],
         *,
         preferred: str | None = None,
         is_resolved: bool = False,
@@ -196,8 +200,8 @@ class Targets:
         self._preferred: Target | None = None
         if preferred is not None:
             address = Address(preferred)
-            self._preferred = Target(address, self._opened(address), is_preferred=True)
-        self._targets = [self._target(address) for address in self._addresses()]
+            self._preferred = Target(address, self._open_connection(address), is_preferred=True)
+        self._targets = [self._new_or_preferred(address) for address in self._addresses()]
         if self._names:
             self._lookup_ns = now_ns() + _ns(age_s)
             with self._changed:
@@ -211,28 +215,29 @@ class Targets:
         rows: int = 0,
         *,
         avoid: Target | None = None,
-        end: Callable[[Lease, IskanderError | None], None] | None = None,
-    ) -> Lease:
-        """Lease the preferred target, or the ready one with the fewest outstanding rows.
+        end: Callable[[TargetLease, IskanderError | None], None] | None = None,
+    ) -> TargetLease:
+        """Lease the preferred target, or the ready target with the fewest outstanding rows.
 
         Args:
             rows: Rows of the call.
-            avoid: Target of the failed attempt before this one; used only if it is the only one.
-            end: Ends the lease as a context, instead of `release`.
+            avoid: Target of the failed attempt before this one, used only if no other target is
+                ready.
+            end: Called at the end of the lease's context, instead of `release`.
         """
         targets = self._targets
-        target = targets[0] if len(targets) == 1 else choose(targets, avoid)
+        target = targets[0] if len(targets) == 1 else choose_target(targets, avoid)
         retired = None
         with self._changed:
             if self._now_ns() >= target.opened.expires_ns and not self._is_closed:
                 retired = self._replace(target)
-            lease = Lease(target, rows, end or self.release, self._preferred)
+            lease = TargetLease(target, rows, end or self.release, self._preferred)
             lease.opened.leases.add(lease)
         if retired is not None:
             self._retire(retired)
         return lease
 
-    def release(self, lease: Lease, error: BaseException | None = None) -> None:
+    def release(self, lease: TargetLease, error: BaseException | None = None) -> None:
         """End a lease; `error` is the failure of its attempt."""
         opened, target = lease.opened, lease.target
         is_failure = error is not None and (
@@ -241,9 +246,9 @@ class Targets:
         with self._changed:
             opened.leases.discard(lease)
             is_unused = opened.is_retired and not opened.leases
-            if is_failure and len(self._targets) > 1 and target.left_ns is None:
+            if is_failure and len(self._targets) > 1 and target.next_probe_ns is None:
                 target.probes = 0
-                target.left_ns = self._now_ns() + _ns(_PROBE_FIRST_S)
+                target.next_probe_ns = self._now_ns() + _ns(_PROBE_FIRST_S)
                 self._ensure_thread()
                 self._changed.notify_all()
         if is_unused:
@@ -260,26 +265,26 @@ class Targets:
         if thread is not None:
             thread.join(_JOIN_S)
 
-    def tend(self) -> float | None:
-        """Look names up, and probe one target that was left, each if it is due.
+    def run_due_tasks(self) -> float | None:
+        """Look names up if that is due, and probe one target whose probe is due.
 
         Returns:
-            Seconds until more is due; None: nothing is.
+            Seconds until the next task is due; None if there is no task.
         """
         if self._lookup_ns is not None and self._now_ns() >= self._lookup_ns:
-            self._lookup_ns = self._now_ns() + _ns(min(self._age_s, _AGAIN_S))
-            # The targets stay as they are if a name is not found or a TLS file cannot be read.
+            self._lookup_ns = self._now_ns() + _ns(min(self._age_s, _RETRY_S))
+            # If a name is not found or a TLS file cannot be read, the targets stay unchanged.
             with contextlib.suppress(NotReady, ConfigError):
                 self._update(self._addresses())
                 self._lookup_ns = self._now_ns() + _ns(self._age_s)
-        target = due(self._targets, self._now_ns())
+        target = due_target(self._targets, self._now_ns())
         if target is not None:
             self._probe(target)
         return self._wait_s()
 
     def _probe(self, target: Target) -> None:
         with self._changed:
-            lease = Lease(target, 0, self.release)
+            lease = TargetLease(target, 0, self.release)
             lease.opened.leases.add(lease)
         is_ready = False
         # The caller's token function may raise anything; the next call raises it to the caller.
@@ -290,62 +295,64 @@ class Targets:
         doublings = min(target.probes, _DOUBLINGS_MAX)
         wait_s = min(_PROBE_FIRST_S * 2.0**doublings, wait_max_s)
         due_ns = self._now_ns() + _ns(wait_s * random.uniform(0.8, 1.2))
-        target.left_ns = None if is_ready else due_ns
+        target.next_probe_ns = None if is_ready else due_ns
         target.returns += is_ready
         self.release(lease)
 
-    def _replace(self, target: Target) -> Opened | None:
-        """Replace the connection of a target; return the old one."""
+    def _replace(self, target: Target) -> OpenConnection | None:
+        """Replace the connection of a target; return the old connection, or None on failure."""
         old = target.opened
         try:
-            target.opened = self._opened(target.address)
+            target.opened = self._open_connection(target.address)
         except ConfigError:  # A TLS file cannot be read now.
-            old.expires_ns = self._now_ns() + _ns(_AGAIN_S)
+            old.expires_ns = self._now_ns() + _ns(_RETRY_S)
             return None
         return old
 
     def _update(self, addresses: Sequence[Address]) -> None:
-        """Add new targets, and retire those that are not listed any more."""
+        """Add targets of new addresses, and retire targets whose addresses are gone."""
         known = {target.address: target for target in self._targets}
-        added = {each: self._target(each) for each in addresses if each not in known}
+        added = {each: self._new_or_preferred(each) for each in addresses if each not in known}
         with self._changed:
             is_closed = self._is_closed  # The lookup may have ended after `close`.
             if not is_closed:
-                self._targets = [known.get(each) or added[each] for each in addresses]
+                self._targets = [known.get(address) or added[address] for address in addresses]
         removed = [known[each] for each in known.keys() - set(addresses)]
         for target in added.values() if is_closed else removed:
             self._retire(target.opened)
 
-    def _retire(self, opened: Opened) -> None:
-        """Close a connection now, or with its last lease."""
+    def _retire(self, opened: OpenConnection) -> None:
+        """Close a connection now, or at the end of its last lease."""
         with self._changed:
             opened.is_retired = True
             is_unused = not opened.leases
         if is_unused:
             opened.connection.close()
 
-    def _target(self, address: Address) -> Target:
-        """Return a new target, or the preferred one."""
+    def _new_or_preferred(self, address: Address) -> Target:
+        """Return a new target, or the preferred target if it has this address."""
         if self._preferred is not None and self._preferred.address == address:
             return self._preferred
-        return Target(address, self._opened(address))
+        return Target(address, self._open_connection(address))
 
-    def _opened(self, address: Address) -> Opened:
+    def _open_connection(self, address: Address) -> OpenConnection:
         age_s = self._age_s * random.uniform(1 - _AGE_JITTER, 1)
-        return Opened(self._connect(address), self._now_ns() + _ns(age_s))
+        return OpenConnection(self._connect(address), self._now_ns() + _ns(age_s))
 
     def _addresses(self) -> list[Address]:
-        """Return the fixed addresses, then those of the names."""
+        """Return the fixed addresses, followed by the addresses of the names."""
         found = dict.fromkeys(self._fixed)
         for text in self._names:
             found.update(dict.fromkeys(resolve(text, self._look_up)))
         return list(found)
 
     def _wait_s(self) -> float | None:
-        due = [target.left_ns for target in self._targets if target.left_ns is not None]
+        times_ns = [
+            target.next_probe_ns for target in self._targets if target.next_probe_ns is not None
+        ]
         if self._lookup_ns is not None:
-            due.append(self._lookup_ns)
-        return max(min(due) - self._now_ns(), 0) / clock.NS_PER_S if due else None
+            times_ns.append(self._lookup_ns)
+        return max(min(times_ns) - self._now_ns(), 0) / clock.NS_PER_S if times_ns else None
 
     def _ensure_thread(self) -> None:
         if self._thread is None and not self._is_closed:
@@ -355,11 +362,11 @@ class Targets:
     def _run(self) -> None:
         try:
             while True:
-                self.tend()
+                self.run_due_tasks()
                 with self._changed:
                     wait_s = self._wait_s()
                     if wait_s is None or self._is_closed:
-                        self._thread = None  # Under the lock: a target that is left now starts one.
+                        self._thread = None  # Under the lock: a later failure starts a new thread.
                         return
                     self._changed.wait(wait_s)
         finally:
@@ -369,11 +376,11 @@ class Targets:
 
 
 class Route:
-    """Targets of the attempts of one call: each avoids the target of the failed one before it.
+    """Selects the targets of one call's attempts; avoids the target of the last failed attempt.
 
     Args:
         targets: Targets of the client.
-        is_callers: Whether an error is of the caller, and no failure of the target.
+        is_callers: Returns whether an error comes from the caller, and is no failure of the target.
     """
 
     __slots__ = ("_avoid", "_is_callers", "_targets")
@@ -385,38 +392,45 @@ class Route:
         self._is_callers = is_callers
         self._avoid: Target | None = None
 
-    def attempt(self, rows: int) -> Lease:
-        """Lease a target for an attempt, as a context."""
+    def attempt(self, rows: int) -> TargetLease:
+        """Lease a target for an attempt; use the lease as a context."""
         return self._targets.pick(rows, avoid=self._avoid, end=self._end)
 
-    def _end(self, lease: Lease, error: IskanderError | None) -> None:
+    def _end(self, lease: TargetLease, error: IskanderError | None) -> None:
         if error is not None and self._is_callers is not None and self._is_callers(error):
             error = None
         self._avoid = None if error is None else lease.target
         self._targets.release(lease, error)
 
 
-def choose(targets: Sequence[Target], avoid: Target | None = None) -> Target:
-    """Return the target of a call.
+def choose_target(targets: Sequence[Target], avoid: Target | None = None) -> Target:
+    """Return the target for a call.
 
-    It is ready if one is, and not `avoid` if there is another one. Of the rest, it is the preferred
-    one, or else the one with the fewest outstanding rows.
+    Ready targets come first, then targets other than `avoid`. Among them the preferred target is
+    returned, or else the target with the fewest outstanding rows.
     """
-    wanted = [target for target in targets if target.left_ns is None] or targets
+    wanted = [target for target in targets if target.next_probe_ns is None] or targets
     others = [target for target in wanted if target is not avoid]
     return min(
-        others or wanted, key=lambda each: (not each.is_preferred, each.rows, random.random())
+        others or wanted,
+        key=lambda target: (not target.is_preferred, target.rows, random.random()),
     )
 
 
-def due(targets: Sequence[Target], now_ns: int) -> Target | None:
-    """Return the target to probe now: the preferred one first, so that others do not delay it."""
-    waiting = [each for each in targets if each.left_ns is not None and each.left_ns <= now_ns]
-    return min(waiting, key=lambda each: (not each.is_preferred, each.left_ns or 0), default=None)
+def due_target(targets: Sequence[Target], now_ns: int) -> Target | None:
+    """Return the target to probe now, first the preferred target; None if no probe is due."""
+    waiting = [
+        target
+        for target in targets
+        if target.next_probe_ns is not None and target.next_probe_ns <= now_ns
+    ]
+    return min(
+        waiting, key=lambda each: (not each.is_preferred, each.next_probe_ns or 0), default=None
+    )
 
 
 def resolve(text: str, look_up: Callable[..., Iterable[Any]]) -> list[Address]:
-    """Return an address of each IP address of a host.
+    """Return an address for each IP address of a host.
 
     Raises:
         NotReady: The name cannot be resolved.
@@ -431,10 +445,10 @@ def resolve(text: str, look_up: Callable[..., Iterable[Any]]) -> list[Address]:
 
 
 def _require_addresses(addresses: object, preferred: object) -> list[str]:
-    """Return the addresses of a client, the preferred one included.
+    """Return the addresses of a client, including the preferred address.
 
     Raises:
-        ConfigError: There is none, or one is invalid.
+        ConfigError: There is no address, or an address is invalid.
     """
     if isinstance(addresses, bytes) or not isinstance(addresses, str | Iterable):
         raise ConfigError(f"invalid address {addresses!r}: expected HOST:PORT or unix:PATH")

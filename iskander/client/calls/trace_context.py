@@ -15,25 +15,27 @@ _BATCH_TERMS = ("traceparent", "tracestate")
 
 
 def trace_headers() -> tuple[tuple[bytes, bytes], ...]:
-    """Return `traceparent`, `tracestate` and what else the caller's propagators inject.
+    """Return the headers that the caller's propagators inject, such as `traceparent`.
 
     Without a valid current span, the result is empty.
     """
-    # gRPC rejects a name with capitals, such as those of B3.
-    return tuple((name.lower().encode(), value.encode()) for name, value in _injected().items())
+    # gRPC rejects names with capitals, which B3 has.
+    return tuple(
+        (name.lower().encode(), value.encode()) for name, value in _inject_context().items()
+    )
 
 
 def with_trace(terms: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Add the trace context to the terms of a batch, unless they have one.
 
-    Call it on the thread that took the batch from the caller's iterator: it has a current span only
-    if the iterator opened one, which then replaces that of the call.
+    Call this on the thread that took the batch from the caller's iterator. That thread has a
+    current span only if the iterator opened one, and this span then replaces the span of the call.
     """
-    context = {name: value for name, value in _injected().items() if name in _BATCH_TERMS}
+    context = {name: value for name, value in _inject_context().items() if name in _BATCH_TERMS}
     return {**context, **(terms or {})} if context else terms
 
 
-def _injected() -> dict[str, str]:
+def _inject_context() -> dict[str, str]:
     """Return what the caller's propagators inject; empty without a valid current span."""
     if "opentelemetry.trace" not in sys.modules:
         return {}

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from iskander.client.slicing import slices, whole
+from iskander.client.slicing import cut_and_join, join_to_one
 from iskander.errors import ContractError, LimitExceeded
 
 BYTES = 1 << 30
@@ -24,7 +24,7 @@ def rows_of(batches: list[pa.RecordBatch]) -> list[int]:
 
 
 def cut(batches: Any, **limits: Any) -> list[pa.RecordBatch]:
-    return list(slices(batches, **({"rows_max": 1000, "bytes_max": BYTES} | limits)))
+    return list(cut_and_join(batches, **({"rows_max": 1000, "bytes_max": BYTES} | limits)))
 
 
 def test_batch_within_limits_is_the_same_object() -> None:
@@ -209,14 +209,14 @@ def test_batches_are_read_as_results_are_read() -> None:
             read.append(number)
             yield batch_of([number])
 
-    parts = slices(feed(), rows_max=10, bytes_max=BYTES, rows_min=2)
+    parts = cut_and_join(feed(), rows_max=10, bytes_max=BYTES, rows_min=2)
     next(parts)
     assert read == [0, 1]
 
 
 def join(batches: Any, **limits: Any) -> pa.RecordBatch:
     whole_limits = {"rows_max": 1000, "bytes_max": 1 << 16, "string_bytes_max": 1 << 16}
-    return whole(batches, **(whole_limits | limits))
+    return join_to_one(batches, **(whole_limits | limits))
 
 
 def test_whole_batch_has_all_rows_in_order() -> None:
@@ -280,7 +280,7 @@ def test_random_batches_keep_rows_order_and_limits(seed: int) -> None:
         "bytes_max": int(random.integers(1500, 20_000)),
         "string_bytes_max": int(random.integers(200, 5000)),
     }
-    parts = list(slices(batches, **limits, rows_min=int(random.integers(0, 500))))
+    parts = list(cut_and_join(batches, **limits, rows_min=int(random.integers(0, 500))))
     wanted = [row for batch in batches for row in batch.to_pylist()]
     assert [row for part in parts for row in part.to_pylist()] == wanted
     assert max(rows_of(parts)) <= limits["rows_max"]

@@ -9,7 +9,12 @@ import pytest
 from pyarrow import flight
 
 from iskander.client.calls.call_details import CallDetail
-from iskander.client.calls.flight_errors import FLIGHT_ERRORS, add_model, text_of, to_named
+from iskander.client.calls.flight_errors import (
+    FLIGHT_ERRORS,
+    add_model,
+    message_of,
+    to_iskander_error,
+)
 from iskander.errors import (
     Cancelled,
     ConnectionFailed,
@@ -59,18 +64,18 @@ EXHAUSTED = "gRPC returned resource exhausted error, with message: too many call
 )
 def test_each_error_of_a_call_has_a_named_one(error: Exception, kind: type[IskanderError]) -> None:
     assert isinstance(error, FLIGHT_ERRORS)
-    named = to_named(error, "host:1")
+    named = to_iskander_error(error, "host:1")
     assert type(named) is kind
-    assert kind is DeadlineExceeded or text_of(error) in named.message
+    assert kind is DeadlineExceeded or message_of(error) in named.message
 
 
 def test_refused_connections_are_told_from_broken_ones() -> None:
-    refused = to_named(flight.FlightUnavailableError(REFUSED), "127.0.0.1:1")
+    refused = to_iskander_error(flight.FlightUnavailableError(REFUSED), "127.0.0.1:1")
     assert refused.message == (
         "no gateway answers at 127.0.0.1:1: failed to connect to all addresses; last error: "
         "UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: Connection refused"
     )
-    broken = to_named(flight.FlightUnavailableError("Socket closed"), "127.0.0.1:1")
+    broken = to_iskander_error(flight.FlightUnavailableError("Socket closed"), "127.0.0.1:1")
     assert broken.message == "the connection to 127.0.0.1:1 failed: Socket closed"
     assert isinstance(broken, NotReady)
     assert (broken.code, broken.fault, broken.retryable) == (
@@ -93,8 +98,8 @@ def test_refused_connections_are_told_from_broken_ones() -> None:
     ],
 )
 def test_text_has_no_additions_of_pyarrow(raw: str, text: str) -> None:
-    assert text_of(pa.ArrowKeyError(raw)) == text
-    assert text in to_named(pa.ArrowInvalid(raw), "host:1").message
+    assert message_of(pa.ArrowKeyError(raw)) == text
+    assert text in to_iskander_error(pa.ArrowInvalid(raw), "host:1").message
 
 
 def test_model_is_added_to_an_error_without_one() -> None:

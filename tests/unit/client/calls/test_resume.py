@@ -18,9 +18,9 @@ from iskander.client.calls.resume import (
     CallEndedError,
     Item,
     Outcome,
-    Window,
+    ResumeWindow,
     WindowFeed,
-    resumable,
+    resume_until_complete,
     shorten_deadline,
 )
 from iskander.client.calls.retry import OFF, Attempts, Deadline, Retry, RetryBudget
@@ -98,8 +98,8 @@ class Script:
             feed.end()
 
 
-def window_of(items: Iterable[Item], **options: Any) -> Window:
-    return Window(iter(items), Deadline(None), **options)
+def window_of(items: Iterable[Item], **options: Any) -> ResumeWindow:
+    return ResumeWindow(iter(items), Deadline(None), **options)
 
 
 def run(
@@ -110,7 +110,7 @@ def run(
     **options: Any,
 ) -> Iterator[Any]:
     attempts = Attempts(retry, RetryBudget(), Deadline(None))
-    return resumable(script.connect, window_of(items, **options), attempts)
+    return resume_until_complete(script.connect, window_of(items, **options), attempts)
 
 
 # ---- Order
@@ -319,7 +319,9 @@ def test_early_end_by_the_caller_ends_the_feed() -> None:
         feeds.append(feed)
         yield pa.record_batch({"y": [next(feed)[0]["x"][0].as_py()]})
 
-    results = resumable(connect, window, Attempts(AT_ONCE, RetryBudget(), Deadline(None)))
+    results = resume_until_complete(
+        connect, window, Attempts(AT_ONCE, RetryBudget(), Deadline(None))
+    )
     assert numbers([next(results)]) == [0]
     results.close()  # type: ignore[attr-defined]
     with pytest.raises(CallEndedError):
@@ -498,7 +500,7 @@ def test_stream_moves_to_a_better_target_without_sending_a_batch_twice(
         yield from script.connect(feed)
 
     attempts = Attempts(retry, RetryBudget(), Deadline(None))
-    assert numbers(resumable(connect, window, attempts)) == list(range(10))
+    assert numbers(resume_until_complete(connect, window, attempts)) == list(range(10))
     first, rest = script.sent
     assert first + rest == list(range(10))
     assert len(first) == checks // 2  # It is asked before and after it takes a batch.
@@ -569,7 +571,7 @@ def test_end_of_an_old_exchange_leaves_the_current_one() -> None:
 def test_wait_of_the_window_ends_at_the_deadline() -> None:
     clock = iter([0, 0, 10**12, 10**12])
     deadline = Deadline(1.0, now_ns=lambda: next(clock))
-    window = Window(map(batch, range(3)), deadline, batches_max=1)
+    window = ResumeWindow(map(batch, range(3)), deadline, batches_max=1)
     feed = window.restart()
     next(feed)
     with pytest.raises(DeadlineExceeded):
@@ -581,13 +583,13 @@ def test_each_result_of_a_stream_is_a_success_and_its_end_is_none() -> None:
     budget = RetryBudget(4)
     budget.fail()
     attempts = Attempts(AT_ONCE, budget, Deadline(None))
-    list(resumable(Script().connect, window_of(map(batch, range(9))), attempts))
+    list(resume_until_complete(Script().connect, window_of(map(batch, range(9))), attempts))
     assert budget._tokens == pytest.approx(3.9)
 
 
 def test_long_stream_outlives_more_failures_than_the_budget_has_tokens() -> None:
     attempts = Attempts(AT_ONCE, RetryBudget(4), Deadline(None))
     script = Script([(11, BROKEN)] * 20)
-    results = resumable(script.connect, window_of(map(batch, range(230))), attempts)
+    results = resume_until_complete(script.connect, window_of(map(batch, range(230))), attempts)
     assert numbers(results) == list(range(230))
     assert len(script.sent) == 21

@@ -16,7 +16,7 @@ from iskander.client.calls.connection import Connection
 from iskander.client.calls.credentials import Credentials
 from iskander.client.calls.retry import Deadline
 from iskander.client.calls.shared_memory import RegionPool
-from iskander.client.calls.sharing import AGAIN_S, WORTH_BYTES, Sharing
+from iskander.client.calls.sharing import RETRY_SHARED_S, WORTH_BYTES, Sharing
 from iskander.client.calls.targets import Address
 from iskander.errors import (
     ConfigError,
@@ -192,7 +192,7 @@ def test_gateway_is_asked_again_some_time_after_a_failure(world: World, error: E
     world.answer, FakeRegion.error = answer, None
     assert acquire(sharing) is None
     assert len(world.asked) == 1
-    world.ns += int(AGAIN_S * NS_PER_S)
+    world.ns += int(RETRY_SHARED_S * NS_PER_S)
     assert acquire(sharing) is not None
 
 
@@ -202,7 +202,7 @@ def test_failure_leaves_the_regions_of_other_streams(world: World) -> None:
     world.answer = Overloaded("x")
     assert acquire(sharing) is None
     lease.release()
-    world.ns += int(AGAIN_S * NS_PER_S)
+    world.ns += int(RETRY_SHARED_S * NS_PER_S)
     assert acquire(sharing).region is lease.region
 
 
@@ -218,7 +218,7 @@ def test_region_that_the_server_does_not_have_is_discarded_with_the_idle_ones(
     lost.release()
     assert all(region.is_closed for region in FakeRegion.made)
     assert sharing.is_suitable(LARGE) == is_required
-    world.ns += int(AGAIN_S * NS_PER_S)
+    world.ns += int(RETRY_SHARED_S * NS_PER_S)
     assert not acquire(sharing).region.is_closed
 
 

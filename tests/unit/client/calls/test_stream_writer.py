@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from iskander.client.calls.resume import Window
+from iskander.client.calls.resume import ResumeWindow
 from iskander.client.calls.retry import Deadline
 from iskander.client.calls.stream_writer import StreamWriter
 from iskander.errors import ProtocolError
@@ -36,7 +36,7 @@ class Call:
 
 def test_more_results_than_batches_are_a_protocol_error() -> None:
     call = Call()
-    window = Window(iter([pa.record_batch({"x": [1]})]), Deadline(None))
+    window = ResumeWindow(iter([pa.record_batch({"x": [1]})]), Deadline(None))
     rest = window.restart()
     writer = StreamWriter(call, call, next(rest), rest, None)
     writer.start()
@@ -60,7 +60,7 @@ def test_error_of_the_feed_cancels_the_call_and_is_kept(error: BaseException) ->
         raise error
 
     call = Call()
-    window = Window(feed(), Deadline(None))
+    window = ResumeWindow(feed(), Deadline(None))
     rest = window.restart()
     writer = StreamWriter(call, call, next(rest), rest, None)
     writer.start()

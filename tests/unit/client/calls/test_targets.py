@@ -12,13 +12,13 @@ import pytest
 from iskander.client.calls import targets as module
 from iskander.client.calls.targets import (
     Address,
-    Lease,
-    Opened,
+    OpenConnection,
     Route,
     Target,
+    TargetLease,
     Targets,
-    choose,
-    due,
+    choose_target,
+    due_target,
 )
 from iskander.errors import (
     ConfigError,
@@ -92,12 +92,12 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    """The thread does not start: tests call `tend`."""
+    """The thread does not start: tests call `run_due_tasks`."""
     monkeypatch.setattr(Targets, "_ensure_thread", lambda _: None)
     return World()
 
 
-def address_of(lease: Lease) -> str:
+def address_of(lease: TargetLease) -> str:
     return lease.target.address.text
 
 
@@ -145,7 +145,7 @@ def test_target_is_left_after_a_failure_until_a_probe_finds_it_ready(
     targets.release(lease, error)
     assert counts(targets, 1, 20) == {other: 20}
     waits = []
-    while (wait_s := targets.tend()) is not None:
+    while (wait_s := targets.run_due_tasks()) is not None:
         waits.append(wait_s)
         assert counts(targets, 1, 1) == {other: 1}
         world.advance(wait_s)
@@ -163,7 +163,7 @@ def test_probes_go_on_after_an_error_of_the_callers_token_function(world: World)
     world.script[address_of(lease)] += [OSError("no token"), True]
     targets.release(lease, BROKEN)
     count = 0
-    while (wait_s := targets.tend()) is not None:
+    while (wait_s := targets.run_due_tasks()) is not None:
         count += 1
         world.advance(wait_s)
     assert count == 2
@@ -176,7 +176,7 @@ def test_waits_between_probes_are_bounded(world: World) -> None:
     world.script[address_of(lease)] += [False] * 2000
     targets.release(lease, BROKEN)
     for _ in range(1200):
-        wait_s = targets.tend()
+        wait_s = targets.run_due_tasks()
         assert wait_s is not None
         assert wait_s <= 6.0
         world.advance(wait_s)
@@ -187,7 +187,7 @@ def test_errors_of_a_model_or_a_batch_leave_no_target(world: World) -> None:
     for error in (QueueFull("x"), NotReady("x"), ValueError("x"), DeadlineExceeded("x")):
         targets.release(targets.pick(), error)
     assert set(counts(targets, 1, 20)) == {"a:1", "b:1"}
-    assert targets.tend() is None
+    assert targets.run_due_tasks() is None
 
 
 def test_left_targets_are_used_if_no_target_is_ready(world: World) -> None:
@@ -201,15 +201,15 @@ def test_left_targets_are_used_if_no_target_is_ready(world: World) -> None:
 def test_only_target_is_never_left(world: World) -> None:
     targets = world.targets("a:1")
     targets.release(targets.pick(), BROKEN)
-    assert targets.tend() is None
+    assert targets.run_due_tasks() is None
     assert address_of(targets.pick()) == "a:1"
 
 
-def target_of(text: str, *, rows: int, left_ns: int | None = None) -> Target:
-    opened = Opened(None, 0)
+def target_of(text: str, *, rows: int, next_probe_ns: int | None = None) -> Target:
+    opened = OpenConnection(None, 0)
     target = Target(Address(text), opened, is_preferred=text == "own:1")
-    target.left_ns = left_ns
-    opened.leases.add(Lease(target, rows, lambda *_: None))
+    target.next_probe_ns = next_probe_ns
+    opened.leases.add(TargetLease(target, rows, lambda *_: None))
     return target
 
 
@@ -235,17 +235,17 @@ def test_choice_of_a_target(
 ) -> None:
     """Each target has outstanding rows, and a time if it was left."""
     given = {"own:1": own, "b:1": b, "c:1": c}
-    targets = [target_of(text, rows=rows, left_ns=ns) for text, (rows, ns) in given.items()]
+    targets = [target_of(text, rows=rows, next_probe_ns=ns) for text, (rows, ns) in given.items()]
     avoided = next((each for each in targets if each.address.text == avoid), None)
-    assert choose(targets, avoided).address.text == expected
+    assert choose_target(targets, avoided).address.text == expected
 
 
 def test_preferred_target_is_probed_before_others() -> None:
-    targets = [target_of(text, rows=0, left_ns=ns) for text, ns in (("b:1", 0), ("own:1", 9))]
+    targets = [target_of(text, rows=0, next_probe_ns=ns) for text, ns in (("b:1", 0), ("own:1", 9))]
     targets.append(target_of("c:1", rows=0))
-    assert due(targets, 8) is targets[0]
-    assert due(targets, 9) is targets[1]
-    assert due(targets[2:], 9) is None
+    assert due_target(targets, 8) is targets[0]
+    assert due_target(targets, 9) is targets[1]
+    assert due_target(targets[2:], 9) is None
 
 
 def test_preferred_target_gets_all_calls_until_it_is_left_and_again_when_it_is_ready(
@@ -259,7 +259,7 @@ def test_preferred_target_gets_all_calls_until_it_is_left_and_again_when_it_is_r
     assert counts(targets, 1, 20) == {"b:1": 10, "c:1": 10}
     other = targets.pick(1)
     waits = []
-    while (wait_s := targets.tend()) is not None:
+    while (wait_s := targets.run_due_tasks()) is not None:
         waits.append(wait_s)
         assert not other.is_outdated
         world.advance(wait_s)
@@ -286,7 +286,7 @@ def test_overload_of_the_preferred_target_moves_one_attempt_only(world: World) -
     with route.attempt(1) as second:
         assert address_of(second) == "b:1"
     assert counts(targets, 1, 5) == {"own:1": 5}
-    assert targets.tend() is None
+    assert targets.run_due_tasks() is None
 
 
 def test_preferred_target_may_be_one_of_the_addresses_or_the_only_one(world: World) -> None:
@@ -306,14 +306,14 @@ def test_preferred_target_stays_when_names_are_looked_up_again(world: World) -> 
     targets = world.targets("node.test:5", preferred="own:1", is_resolved=True, age_s=1000.0)
     world.names["node.test"] = ["10.0.0.2"]
     world.advance(1000.0)
-    targets.tend()
+    targets.run_due_tasks()
     assert len(targets) == 2
     lease = targets.pick()
     assert address_of(lease) == "own:1"
     assert not lease.connection.is_closed
 
 
-def fail(route: Route, error: BaseException) -> Lease:
+def fail(route: Route, error: BaseException) -> TargetLease:
     """An attempt that fails; returns its lease."""
     with pytest.raises(type(error)), route.attempt(1) as lease:
         raise error
@@ -356,7 +356,7 @@ def test_context_of_a_lease_leaves_its_target_after_a_failure_of_the_gateway(wor
     targets = world.targets("a:1", "b:1")
     with pytest.raises(ConnectionFailed), targets.pick() as lease:
         raise BROKEN
-    assert lease.target.left_ns is not None
+    assert lease.target.next_probe_ns is not None
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), GeneratorExit(), BROKEN], ids=repr)
@@ -366,7 +366,7 @@ def test_errors_of_the_caller_do_not_change_the_route(world: World, error: BaseE
         route = Route(targets, lambda each: each is BROKEN)
         lease = fail(route, error)
         assert route._avoid is None
-        assert lease.target.left_ns is None
+        assert lease.target.next_probe_ns is None
 
 
 def test_old_connection_is_replaced_and_closed_after_its_last_lease(world: World) -> None:
@@ -431,14 +431,14 @@ def test_later_lookup_adds_and_removes_targets(world: World) -> None:
     world.names["node.test"] = ["10.0.0.1", "10.0.0.2"]
     targets = world.targets("node.test:5", is_resolved=True, age_s=1000.0)
     leases = [targets.pick(1), targets.pick(1)]
-    assert targets.tend() == pytest.approx(1000.0)
+    assert targets.run_due_tasks() == pytest.approx(1000.0)
     world.advance(1000.0)
     del world.names["node.test"]
-    assert targets.tend() == pytest.approx(30.0)  # The name service fails: all stays.
+    assert targets.run_due_tasks() == pytest.approx(30.0)  # The name service fails: all stays.
     assert len(targets) == 2
     world.names["node.test"] = ["10.0.0.2", "10.0.0.3"]
     world.advance(30.0)
-    targets.tend()
+    targets.run_due_tasks()
     assert set(counts(targets, 1, 20)) == {"10.0.0.2:5", "10.0.0.3:5"}
     removed = next(each for each in world.opened if each.address.text == "10.0.0.1:5")
     assert not removed.is_closed
@@ -464,11 +464,11 @@ def test_lookup_with_a_tls_file_that_cannot_be_read_keeps_the_targets(world: Wor
     world.names["node.test"] = ["10.0.0.1", "10.0.0.2"]
     world.connect_error = ConfigError("a TLS file cannot be read")
     world.advance(1000.0)
-    assert targets.tend() == pytest.approx(30.0)
+    assert targets.run_due_tasks() == pytest.approx(30.0)
     assert len(targets) == 1
     world.connect_error = None
     world.advance(30.0)
-    targets.tend()
+    targets.run_due_tasks()
     assert len(targets) == 2
 
 
@@ -537,7 +537,7 @@ def test_thread_probes_and_ends_when_all_targets_are_ready(
     if thread is not None:  # It may have ended.
         thread.join(10)
     assert targets._thread is None
-    assert lease.target.left_ns is None
+    assert lease.target.next_probe_ns is None
     assert lease.connection.probes == 1
     targets.close()
 
@@ -552,11 +552,11 @@ def test_thread_is_started_again_after_an_error_of_a_probe(
     threads: list[threading.Thread] = []
     with monkeypatch.context() as patched:
 
-        def tend(_: Targets) -> float | None:
+        def run_due_tasks(_: Targets) -> float | None:
             threads.append(threading.current_thread())
             raise bug
 
-        patched.setattr(Targets, "tend", tend)
+        patched.setattr(Targets, "run_due_tasks", run_due_tasks)
         targets = threaded.targets("a:1", "b:1")
         lease = targets.pick()
         targets.release(lease, BROKEN)
@@ -570,7 +570,7 @@ def test_thread_is_started_again_after_an_error_of_a_probe(
     thread = targets._thread
     if thread is not None:
         thread.join(10)
-    assert lease.target.left_ns is other.target.left_ns is None
+    assert lease.target.next_probe_ns is other.target.next_probe_ns is None
     targets.close()
 
 
@@ -596,7 +596,7 @@ def test_one_probe_is_in_flight_at_a_time(threaded: World, monkeypatch: pytest.M
         thread = targets._thread
         if thread is not None:
             thread.join(10)
-    assert [each.left_ns for each in targets._targets] == [None] * 3
+    assert [each.next_probe_ns for each in targets._targets] == [None] * 3
     assert most == [1]
     targets.close()
 
