@@ -54,7 +54,7 @@ class EventStream:
         if member.peers:
             from iskander.gateway.event_stream.parent_link import ParentLink
 
-            self._link = ParentLink(self.publisher, runtime.parent)
+            self._link = ParentLink(self.publisher, member.number, runtime.parent)
         else:
             self.publisher.address = self._url(admin_address)
         self.publisher.start()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pyarrow as pa
 import pytest
 import trustme
@@ -378,8 +379,24 @@ def test_several_processes_have_one_stream(tmp_path: Path) -> None:
         last = list(stream.events())
         stream.close()
         assert gateway.wait() == 0
+    assert "lost" not in {event["name"] for event in last}
     ends = {event["process"] for event in last if event.get("event") == "stopped"}
     assert ends == {0, 1}
+
+
+@pytest.mark.slow
+def test_killed_process_is_a_loss(tmp_path: Path) -> None:
+    with running(tmp_path, served(tmp_path), events=ENABLED, server={"processes": 2}) as gateway:
+        with subscribed(gateway, "?topic=gateway") as stream:
+            children = psutil.Process(gateway.pid).children()
+            (second,) = [each for each in children if "--process 1" in " ".join(each.cmdline())]
+            second.kill()
+            found = stream.until(lambda event: event.get("event") == "ready")
+        lost = [event for event in found if event["name"] == "lost"]
+        assert [(event["process"], event["lost"], event["reason"]) for event in lost] == [
+            (1, None, "restarted")
+        ]
+        assert (found[-1]["event"], found[-1]["process"]) == ("ready", 1)
 
 
 @pytest.mark.slow

@@ -93,11 +93,12 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="los
     """Events that are missing at this place of the stream.
 
     Attributes:
-        process: Gateway process whose events were lost on the way to its parent; else null.
+        process: Gateway process, of several, whose events did not reach its parent; else null.
         lost: Number of the events; null if it is unknown.
         reason: `slow`: the subscriber did not read in time, and `lost` counts the events that it
             selected. `expired`: the event after `Last-Event-ID` is no longer kept, and `lost`
-            counts the events of all topics. `restarted`: `Last-Event-ID` is of another stream.
+            counts the events of all topics. `restarted`: `Last-Event-ID` is of another stream, or
+            the process was killed.
     """
 
     process: int | None = None

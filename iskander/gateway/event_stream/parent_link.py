@@ -1,5 +1,8 @@
 """Connection on which a gateway process sends server-sent events to its parent.
 
+The process sends its number first, and the parent the URL of the stream. A connection that ends
+without the last block is that of a process that was killed: its last events are lost.
+
 Runs on: gateway loop (`ParentLink`), and the parent's loop (`ParentListener`).
 """
 
@@ -12,20 +15,28 @@ from typing import Final
 
 from iskander.errors import ProtocolError
 from iskander.foundation.logs import network as log
-from iskander.gateway.event_stream.messages import END, EVENT_BYTES_MAX, parse_event
+from iskander.gateway.event_stream.messages import (
+    END,
+    EVENT_BYTES_MAX,
+    LOST,
+    Lost,
+    encode,
+    parse_event,
+)
 from iskander.gateway.event_stream.publisher import POLL_S, STOP_S, Publisher
 
 SOCKET: Final = "events.sock"
 """In the parent's runtime directory."""
 CHUNK_BYTES: Final = 65_536
+LAST: Final = b": the end\n\n"
 EVENTS_PER_TURN: Final = 64
 
 
 class ParentLink:
     """The sending side; a parent that does not read loses events, as a subscriber does."""
 
-    def __init__(self, publisher: Publisher, folder: Path) -> None:
-        self._publisher = publisher
+    def __init__(self, publisher: Publisher, process: int, folder: Path) -> None:
+        self._publisher, self._process = publisher, process
         self._path = folder / SOCKET
         self._reader = publisher.buffer.open(lambda _: True)
         publisher.readers += 1
@@ -41,6 +52,7 @@ class ParentLink:
         try:
             parent, writer = await asyncio.open_unix_connection(self._path)
             try:
+                writer.write(b"%d\n" % self._process)
                 publisher.address = (await parent.readline()).decode().strip()
                 while True:
                     arrived = publisher.arrived
@@ -51,6 +63,7 @@ class ParentLink:
                         break
                     else:
                         await asyncio.wait((arrived,))
+                writer.write(LAST)
             finally:
                 writer.close()
                 with contextlib.suppress(OSError):
@@ -97,20 +110,25 @@ class ParentListener:
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1
-        writer.write(f"{self._address}\n".encode())
-        received = 0
+        process = received = 0
+        is_complete = False
         try:
-            while True:
-                text = await reader.readuntil(END)
+            writer.write(f"{self._address}\n".encode())
+            process = int(await reader.readline())
+            while (text := await reader.readuntil(END)) != LAST:
                 event = parse_event(text.decode())
                 self._publisher.publish(event.topic, event.name, event.data.encode())
                 received += 1
                 if received % EVENTS_PER_TURN == 0:
                     await asyncio.sleep(0)
-        except asyncio.IncompleteReadError:
-            pass  # The process has ended.
+            is_complete = True
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # The process was killed, which the parent logs.
         except (OSError, ValueError, asyncio.LimitOverrunError, ProtocolError) as error:
             log.events_not_sent(reason=str(error))
         finally:
             self._open -= 1
             writer.close()
+        if not is_complete:
+            lost = Lost(process=process, lost=None, reason="restarted")
+            self._publisher.publish(LOST, LOST, encode(lost))
