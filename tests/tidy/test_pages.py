@@ -66,6 +66,20 @@ def test_files(page: Path) -> None:
 
 
 @each_page
+def test_names_of_code(page: Path) -> None:
+    """In "`file.py`, `Name`", and "`Name` of `file.py`", the file contains the name."""
+    text = " ".join(page.read_text("utf-8").split())
+    named = re.findall(r"`([\w./-]+/[\w-]+\.py)`, `([\w.]+)`", text)
+    named += [pair[::-1] for pair in re.findall(r"`([\w.]+)` (?:of|in) `([\w./-]+\.py)`", text)]
+    for file, name in named:
+        paths = [folder / file for folder in (page.parent, *ROOTS) if (folder / file).exists()]
+        assert paths, file
+        source = paths[0].read_text("utf-8")
+        missing = [part for part in name.split(".") if not re.search(rf"\b{part}\b", source)]
+        assert Path(name).suffix == ".py" or not missing, (file, name)
+
+
+@each_page
 def test_settings(page: Path) -> None:
     known = {setting.path for setting in settings()}
     sections = {path.partition(".")[0] for path in known}
