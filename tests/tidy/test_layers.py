@@ -193,7 +193,6 @@ PURE = (
     "iskander/gateway/supervision/gpus/inventory.py",
     "iskander/gateway/supervision/gpus/placement.py",
     "iskander/foundation/measurement/histogram.py",
-    "iskander/foundation/measurement/interval.py",
     "iskander/gateway/event_stream/buffer.py",
     "iskander/gateway/event_stream/messages.py",
     "iskander/foundation/logs/formats.py",

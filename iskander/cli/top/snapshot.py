@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from iskander.foundation.measurement.interval import percentiles
+from iskander.foundation.measurement.histogram import percentiles
 
 PERCENTS = (50, 95, 99)
 

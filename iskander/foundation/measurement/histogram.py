@@ -12,6 +12,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -87,13 +88,38 @@ class Histogram:
 
     def percentile(self, percent: float) -> float:
         """Interpolate a percentile in its bucket, between minimum and maximum; 0 for no values."""
-        rank = len(self) * percent / 100
-        low = 0
-        for index, count in enumerate(self._counts):
-            high = self.bounds[index] if index < len(self.bounds) else self.max
-            if count and rank <= count:
-                value = low + (high - low) * rank / count
-                return min(max(value, self._min), self.max)
-            rank -= count
-            low = high
-        return float(self.max)
+        return self.percentiles((percent,))[0]
+
+    def percentiles(self, percents: Sequence[float]) -> list[float]:
+        """Interpolate ascending percentiles, as `percentile` does."""
+        found = percentiles(self.bounds, self._counts, percents, self.max)
+        return [float(min(max(value, self._min), self.max)) for value in found]
+
+
+def percentiles(
+    bounds: Sequence[float],
+    counts: Sequence[int],
+    percents: Sequence[float],
+    highest: float | None = None,
+) -> list[float]:
+    """Interpolate percentiles in their buckets; all are 0 for no values.
+
+    Args:
+        bounds: Upper bounds of the buckets.
+        counts: Count of each bucket, and of the values above all bounds.
+        percents: In ascending order.
+        highest: Highest value; without it, values above all bounds count as the last bound.
+    """
+    total = sum(counts)
+    found: list[float] = []
+    below, low = 0, 0.0
+    last = bounds[-1] if highest is None else highest
+    for high, count in zip((*bounds, last), counts, strict=True):
+        while count and len(found) < len(percents):
+            rank = total * percents[len(found)] / 100
+            if rank > below + count:
+                break
+            found.append(low + (high - low) * (rank - below) / count)
+        below += count
+        low = high
+    return found if total else [0.0] * len(percents)

@@ -7,9 +7,25 @@ attributes of the table heads. Pure.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from iskander.gateway.telemetry.status.document import (
+    GpuStatus,
+    MemoryStatus,
+    ModelStatus,
+    ProcessStatus,
+    WorkerStatus,
+)
+from iskander.gateway.telemetry.status.drift_status import DriftStatus
+from iskander.gateway.telemetry.status.events import Event
+from iskander.gateway.telemetry.status.shadow_status import OutputStatus, ShadowStatus
 
 Kind = Literal["text", "state", "number", "bytes", "seconds", "flag", "codes", "time"]
+
+_BY_FIELD: dict[str, Kind] = {"state": "state", "level": "state", "at_s": "time"}
+_BY_TYPE: dict[type, Kind] = {str: "text", bool: "flag", dict: "codes"}
 
 
 @dataclass(frozen=True)
@@ -38,186 +54,79 @@ class Table:
     empty: str = "None."
 
 
-_MODEL = (Column("Model", "name", "text"), Column("Version", "version", "text"))
+def kind_of(field: str, annotation: Any) -> Kind:  # noqa: ANN401
+    """Return the format of a field by its name, the unit in its name, or its type."""
+    if kind := _BY_FIELD.get(field):
+        return kind
+    if field.endswith("_bytes"):
+        return "bytes"
+    if field.endswith("_s") and not field.endswith("_per_s"):
+        return "seconds"
+    plain = get_args(annotation)[0] if type(None) in get_args(annotation) else annotation
+    return _BY_TYPE.get(getattr(plain, "__origin__", plain), "number")
 
-MODELS = Table(
-    "models",
-    "models",
-    "Models",
-    (
-        *_MODEL,
-        Column("State", "state", "state"),
-        Column("Isolated", "isolated", "flag"),
-        Column("Workers", "workers"),
-        Column("Requests/s", "requests_per_s"),
-        Column("Rows/s", "rows_per_s"),
-        Column("p50 ms", "total_p50_ms"),
-        Column("p95 ms", "total_p95_ms"),
-        Column("p99 ms", "total_p99_ms"),
-        Column("Reason", "reason", "text"),
-    ),
-    "No model is served or loading.",
-)
-QUEUES = Table(
-    "queues",
-    "models",
-    "Queues and batches",
-    (
-        *_MODEL,
-        Column("Requests", "queue_requests"),
-        Column("Rows", "queue_rows"),
-        Column("Bytes", "queue_bytes", "bytes"),
-        Column("Oldest", "oldest_s", "seconds"),
-        Column("Batches", "batches"),
-        Column("Mean rows", "batch_rows"),
-        Column("Rejected", "refusals", "codes"),
-        Column("Failed", "failures", "codes"),
-        Column("Relation of rows", "row_relation", "text"),
-    ),
-)
-WORKERS = Table(
-    "workers",
-    "workers",
-    "Workers",
-    (
-        Column("Worker", "index"),
-        Column("State", "state", "state"),
-        Column("Core group", "group"),
-        Column("Cpus", "cpus", "text"),
-        Column("Pool", "pool", "text"),
-        Column("GPU", "gpu", "text"),
-        Column("Incarnation", "incarnation"),
-        Column("Starts", "starts"),
-        Column("Ends", "ends", "codes"),
-        Column("Batches", "batches"),
-        Column("Running", "in_flight"),
-        Column("Memory", "resident_bytes", "bytes"),
-        Column("Heartbeat age", "heartbeat_s", "seconds"),
-        Column("Notices", "notices", "text"),
-    ),
-)
-GPUS = Table(
-    "gpus",
-    "gpus",
-    "GPUs",
-    (
-        Column("GPU", "gpu", "text"),
-        Column("Name", "name", "text"),
-        Column("State", "state", "state"),
-        Column("Busy %", "utilization_percent"),
-        Column("Used", "memory_used_bytes", "bytes"),
-        Column("Memory", "memory_total_bytes", "bytes"),
-        Column("Celsius", "temperature_c"),
-        Column("Watts", "power_w"),
-        Column("ECC corrected", "ecc_corrected"),
-        Column("Uncorrected", "ecc_uncorrected"),
-        Column("Xid", "xids", "codes"),
-        Column("PCIe replays", "pcie_replays"),
-        Column("Reading age", "age_s", "seconds"),
-        Column("Reason", "reason", "text"),
-    ),
-    "No worker has a GPU.",
-)
-SHADOWS = Table(
-    "shadows",
-    "shadows",
-    "Shadow versions",
-    (
-        Column("Model", "name", "text"),
-        Column("Served", "served", "text"),
-        Column("Candidate", "candidate", "text"),
-        Column("State", "state", "state"),
-        Column("Share", "share"),
-        Column("Compared rows", "rows"),
-        Column("Differing %", "disagreeing_percent"),
-        Column("Dropped rows", "dropped", "codes"),
-        Column("Rows of a batch", "run_rows"),
-        Column("Served run ms", "served_run_ms"),
-        Column("Candidate run ms", "candidate_run_ms"),
-        Column("Reason", "reason", "text"),
-    ),
-)
-SHADOW_OUTPUTS = Table(
-    "shadow-outputs",
-    "shadow_outputs",
-    "Outputs of shadow versions",
-    (
-        Column("Model", "name", "text"),
-        Column("Served", "served", "text"),
-        Column("Candidate", "candidate", "text"),
-        Column("Output", "output", "text"),
-        Column("Differing %", "disagreeing_percent"),
-        Column("Relative difference p50 %", "relative_p50_percent"),
-        Column("p99 %", "relative_p99_percent"),
-        Column("Highest %", "relative_max_percent"),
-        Column("Unmatched values", "unmatched"),
-        Column("Differing labels", "pairs", "codes"),
-    ),
-)
-DRIFT = Table(
-    "drift",
-    "drift",
-    "Drift",
-    (
-        *_MODEL,
-        Column("Process", "process"),
-        Column("Side", "side", "text"),
-        Column("Column", "column", "text"),
-        Column("State", "state", "state"),
-        Column("Severity", "severity"),
-        Column("PSI", "psi"),
-        Column("KS", "ks"),
-        Column("Missing", "missing"),
-        Column("Out of range", "out_of_range"),
-        Column("New labels", "new_labels"),
-        Column("Recent", "recent", "text"),
-        Column("Reference", "reference", "text"),
-        Column("Recent rows", "recent_rows"),
-        Column("Reference rows", "reference_rows"),
-        Column("Source", "origin", "text"),
-    ),
-    "No column is compared with a reference.",
-)
-MEMORY = Table(
-    "memory",
-    "memory",
-    "Memory",
-    (
-        Column("Memory", "name", "text"),
-        Column("Process", "process"),
-        Column("Used", "used_bytes", "bytes"),
-        Column("Limit", "limit_bytes", "bytes"),
-        Column("In use", "count"),
-        Column("Huge pages", "huge_bytes", "bytes"),
-        Column("Locked", "locked", "flag"),
-    ),
-)
-PROCESSES = Table(
-    "processes",
-    "processes",
-    "Gateway processes",
-    (
-        Column("Process", "process"),
-        Column("State", "state", "state"),
-        Column("Starts", "starts"),
-        Column("Uptime", "uptime_s", "seconds"),
-        Column("Loop lag p50 ms", "loop_lag_p50_ms"),
-        Column("p99 ms", "loop_lag_p99_ms"),
-        Column("Memory", "resident_bytes", "bytes"),
-        Column("Streams", "streams"),
-        Column("Calls", "calls"),
-    ),
-)
-EVENTS = Table(
-    "events",
-    "events",
-    "Events",
-    (
-        Column("Time (UTC)", "at_s", "time"),
-        Column("Process", "process"),
-        Column("Level", "level", "state"),
-        Column("Event", "text", "text"),
-    ),
-    "No event since the start.",
-)
-TABLES = (MODELS, QUEUES, SHADOWS, SHADOW_OUTPUTS, DRIFT, WORKERS, GPUS, PROCESSES, MEMORY, EVENTS)
+
+def _columns(entry: type[msgspec.Struct], heads: dict[str, str]) -> tuple[Column, ...]:
+    """Return the columns of fields with their heads."""
+    types = {field.name: field.type for field in msgspec.structs.fields(entry)}
+    return tuple(Column(head, name, kind_of(name, types[name])) for name, head in heads.items())
+
+
+_VERSION = {"name": "Model", "version": "Version"}
+_PAIR = {"name": "Model", "served": "Served", "candidate": "Candidate"}
+
+TABLES = (
+    Table("models", "models", "Models", _columns(ModelStatus, {
+        **_VERSION, "state": "State", "isolated": "Isolated", "workers": "Workers",
+        "requests_per_s": "Requests/s", "rows_per_s": "Rows/s", "total_p50_ms": "p50 ms",
+        "total_p95_ms": "p95 ms", "total_p99_ms": "p99 ms", "reason": "Reason",
+    }), "No model is served or loading."),
+    Table("queues", "models", "Queues and batches", _columns(ModelStatus, {
+        **_VERSION, "queue_requests": "Requests", "queue_rows": "Rows", "queue_bytes": "Bytes",
+        "oldest_s": "Oldest", "batches": "Batches", "batch_rows": "Mean rows",
+        "refusals": "Rejected", "failures": "Failed", "row_relation": "Relation of rows",
+    })),
+    Table("shadows", "shadows", "Shadow versions", _columns(ShadowStatus, {
+        **_PAIR, "state": "State", "share": "Share", "rows": "Compared rows",
+        "disagreeing_percent": "Differing %", "dropped": "Dropped rows",
+        "run_rows": "Rows of a batch", "served_run_ms": "Served run ms",
+        "candidate_run_ms": "Candidate run ms", "reason": "Reason",
+    })),
+    Table("shadow-outputs", "shadow_outputs", "Outputs of shadow versions", _columns(OutputStatus, {
+        **_PAIR, "output": "Output", "disagreeing_percent": "Differing %",
+        "relative_p50_percent": "Relative difference p50 %", "relative_p99_percent": "p99 %",
+        "relative_max_percent": "Highest %", "unmatched": "Unmatched values",
+        "pairs": "Differing labels",
+    })),
+    Table("drift", "drift", "Drift", _columns(DriftStatus, {
+        **_VERSION, "process": "Process", "side": "Side", "column": "Column", "state": "State",
+        "severity": "Severity", "psi": "PSI", "ks": "KS", "missing": "Missing",
+        "out_of_range": "Out of range", "new_labels": "New labels", "recent": "Recent",
+        "reference": "Reference", "recent_rows": "Recent rows", "reference_rows": "Reference rows",
+        "origin": "Source",
+    }), "No column is compared with a reference."),
+    Table("workers", "workers", "Workers", _columns(WorkerStatus, {
+        "index": "Worker", "state": "State", "group": "Core group", "cpus": "Cpus", "pool": "Pool",
+        "gpu": "GPU", "incarnation": "Incarnation", "starts": "Starts", "ends": "Ends",
+        "batches": "Batches", "in_flight": "Running", "resident_bytes": "Memory",
+        "heartbeat_s": "Heartbeat age", "notices": "Notices",
+    })),
+    Table("gpus", "gpus", "GPUs", _columns(GpuStatus, {
+        "gpu": "GPU", "name": "Name", "state": "State", "utilization_percent": "Busy %",
+        "memory_used_bytes": "Used", "memory_total_bytes": "Memory", "temperature_c": "Celsius",
+        "power_w": "Watts", "ecc_corrected": "ECC corrected", "ecc_uncorrected": "Uncorrected",
+        "xids": "Xid", "pcie_replays": "PCIe replays", "age_s": "Reading age", "reason": "Reason",
+    }), "No worker has a GPU."),
+    Table("processes", "processes", "Gateway processes", _columns(ProcessStatus, {
+        "process": "Process", "state": "State", "starts": "Starts", "uptime_s": "Uptime",
+        "loop_lag_p50_ms": "Loop lag p50 ms", "loop_lag_p99_ms": "p99 ms",
+        "resident_bytes": "Memory", "streams": "Streams", "calls": "Calls",
+    })),
+    Table("memory", "memory", "Memory", _columns(MemoryStatus, {
+        "name": "Memory", "process": "Process", "used_bytes": "Used", "limit_bytes": "Limit",
+        "count": "In use", "huge_bytes": "Huge pages", "locked": "Locked",
+    })),
+    Table("events", "events", "Events", _columns(Event, {
+        "at_s": "Time (UTC)", "process": "Process", "level": "Level", "text": "Event",
+    }), "No event since the start."),
+)  # fmt: skip

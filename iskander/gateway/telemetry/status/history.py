@@ -19,8 +19,7 @@ from math import isnan, nan
 from typing import NamedTuple
 
 from iskander.foundation.clock import NS_PER_MS, NS_PER_S
-from iskander.foundation.measurement.histogram import LATENCY_BOUNDS_NS
-from iskander.foundation.measurement.interval import percentiles
+from iskander.foundation.measurement.histogram import LATENCY_BOUNDS_NS, percentiles
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.scheduling.lanes.metrics import LaneMetrics
 

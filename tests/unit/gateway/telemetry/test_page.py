@@ -16,7 +16,7 @@ from support.statuses import HOSTILE, hostile, status
 from iskander.gateway.telemetry.page.formats import format_cell, plot_path
 from iskander.gateway.telemetry.page.plots import PLOTS, draw
 from iskander.gateway.telemetry.page.renderer import PageRenderer
-from iskander.gateway.telemetry.page.tables import TABLES
+from iskander.gateway.telemetry.page.tables import TABLES, kind_of
 from iskander.gateway.telemetry.status.document import (
     CODES_MAX,
     GPUS_MAX,
@@ -97,6 +97,25 @@ def test_tables_have_captions_and_heads_with_scope() -> None:
     # A row of the models is in two tables.
     assert page.count('<th scope="row"') == 6
     assert not re.search(r"<th(?! scope)", page.replace("<thead", ""))
+
+
+@pytest.mark.parametrize(
+    ("field", "annotation", "kind"),
+    [
+        ("state", str, "state"),
+        ("name", str, "text"),
+        ("at_s", float, "time"),
+        ("oldest_s", float, "seconds"),
+        ("heartbeat_s", float | None, "seconds"),
+        ("rows_per_s", float | None, "number"),
+        ("limit_bytes", int | None, "bytes"),
+        ("locked", bool | None, "flag"),
+        ("ends", dict[str, int], "codes"),
+        ("batches", int, "number"),
+    ],
+)
+def test_kind_of_a_column_follows_from_its_field(field: str, annotation: Any, kind: str) -> None:
+    assert kind_of(field, annotation) == kind
 
 
 def test_rows_that_are_left_out_are_counted() -> None:
