@@ -48,7 +48,7 @@ from iskander.gateway.protocols.flight.data import data_head, read_flight_data
 from iskander.gateway.protocols.flight.plan import Plan
 from iskander.gateway.protocols.oip.request import ParsedRequest, read_head, tensors_of
 from iskander.gateway.protocols.oip.wire import raw_head, scan, with_id
-from iskander.gateway.transport.http1.connection import HEAD_BYTES_MAX
+from iskander.gateway.transport.http1.framing import HEAD_BYTES_MAX
 from iskander.gateway.transport.http1.listener import Http1Listener
 from iskander.gateway.transport.http1.sites import SitePolicy
 from iskander.gateway.transport.limits.allocator import keep_large_blocks

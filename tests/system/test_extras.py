@@ -17,7 +17,7 @@ QUICKSTART = models.ROOT / "configs" / "quickstart.toml"
 INSTALL = "`pip install 'iskander[http]'`"
 
 
-@pytest.fixture(params=["h11", "starlette", "uvicorn"])
+@pytest.fixture(params=["h11", "starlette"])
 def missing(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -28,6 +28,7 @@ IMPORTERS = {
             "iskander/gateway/protocols/oip/http/infer.py",
             "iskander/gateway/transport/http1/listener.py",
             "iskander/gateway/transport/http1/connection.py",
+            "iskander/gateway/transport/http1/asgi_call.py",
         ),
         "iskander.gateway.telemetry.admin or iskander.gateway.transport.http1.listener",
     ),
@@ -39,16 +40,12 @@ IMPORTERS = {
         ("iskander/gateway/telemetry/page/renderer.py",),
         "iskander.gateway.telemetry.page.renderer",
     ),
-    "uvicorn": (
-        (
-            "iskander/gateway/transport/http1/listener.py",
-            "iskander/gateway/transport/http1/connection.py",
-        ),
-        "iskander.gateway.transport.http1.listener",
-    ),
     "argon2": (("iskander/gateway/auth/passwords.py",), "iskander.gateway.auth.passwords"),
     "h11": (
-        ("iskander/gateway/transport/http1/connection.py",),
+        (
+            "iskander/gateway/transport/http1/connection.py",
+            "iskander/gateway/transport/http1/asgi_call.py",
+        ),
         "iskander.gateway.transport.http1.listener",
     ),
     "pyarrow.flight": (("iskander/client/",), "iskander.client"),

@@ -116,6 +116,15 @@ def http_connection_failed(*, error: BaseException) -> str:
     return "HTTP/1.1 connection failed"
 
 
+@http1.error()
+def http_application_failed(*, error: BaseException) -> str:
+    """An HTTP request raised an exception; its client got status 500, or a part of the response.
+
+    Do: Report a bug with the traceback.
+    """
+    return "HTTP request failed"
+
+
 @audit.info("record")
 def audit_record(*, record: str) -> str:
     """An entry of the audit log, as JSON; `access.audit_file` is empty."""

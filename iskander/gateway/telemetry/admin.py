@@ -1,7 +1,7 @@
 """Admin HTTP server: probes, `/metrics`, `/events`, and the page with `/status.json`.
 
 It shares the event loop with the batches: few and short connections, pages rendered in small steps,
-and cached for a tenth of a second. Import this module late: it loads uvicorn and starlette.
+and cached for a tenth of a second. Import this module late: it loads h11 and starlette.
 
 Runs on: gateway loop.
 """

@@ -23,7 +23,7 @@ from iskander.interprocess.control.attach import SOCKET_PATH_BYTES_MAX
 
 _HOST_PORT = re.compile(r"(?:\[([\w:.%-]+)\]|[\w.-]+):([0-9]{1,5})\Z")
 PORT_MAX = 65_535
-HTTP_PACKAGES = ("h11", "starlette", "uvicorn")
+HTTP_PACKAGES = ("h11", "starlette")
 HTTP_INSTALL = "`pip install 'iskander[http]'`"
 
 

@@ -20,7 +20,8 @@ from fuzz import mutation
 from fuzz.serving import LOOP
 from iskander.config.auth import AccessConfig
 from iskander.config.schema import Config
-from iskander.gateway.transport.http1.listener import HEAD_BYTES_MAX, Http1Listener
+from iskander.gateway.transport.http1.framing import HEAD_BYTES_MAX
+from iskander.gateway.transport.http1.listener import Http1Listener
 from iskander.gateway.transport.http1.sites import SitePolicy
 from iskander.gateway.transport.limits.connection_limits import ConnectionLimits
 
@@ -191,7 +192,7 @@ async def served(pieces: list[bytes]) -> tuple[list[Request], bytes]:
     requests: list[Request] = []
     failed: list[dict[str, Any]] = []
     LOOP.set_exception_handler(lambda _, context: failed.append(context))
-    log, tracebacks = logging.getLogger("uvicorn.error"), Tracebacks()
+    log, tracebacks = logging.getLogger("iskander.http"), Tracebacks()
     log.addHandler(tracebacks)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

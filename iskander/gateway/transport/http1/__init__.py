@@ -1,1 +1,1 @@
-"""HTTP/1.1 listener on the gateway loop, based on uvicorn and h11."""
+"""HTTP/1.1 listener on the gateway loop: asyncio and h11, with an ASGI application."""

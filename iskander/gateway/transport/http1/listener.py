@@ -1,7 +1,6 @@
-"""HTTP/1.1 listener: uvicorn's protocol on the gateway's event loop and sockets.
+"""HTTP/1.1 listener: runs an ASGI application on the gateway's event loop and sockets.
 
-uvicorn parses requests and runs the application. Turns and timeouts are in `http1/connection.py`,
-limits in `connection_listener.py`.
+Turns and timeouts are in `http1/connection.py`, limits in `connection_listener.py`.
 
 Runs on: gateway loop. Source: RFC 9112.
 """
@@ -10,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine
 
-import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.server import ServerState
 
 from iskander.gateway.transport.connection_listener import ConnectionListener
-from iskander.gateway.transport.http1.connection import HEAD_BYTES_MAX, Connection
+from iskander.gateway.transport.http1.connection import Connection
 from iskander.gateway.transport.http1.sites import SitePolicy
 from iskander.gateway.transport.limits.connection_limits import ConnectionLimits
 from iskander.gateway.transport.tls import ContextSource
@@ -25,8 +23,6 @@ CONNECTIONS_SLACK = 64
 """Connections above the limit whose requests are rejected; further ones are closed."""
 _POLL_S = 0.01
 _ABORT_S = 1.0
-_NEVER_S = 86_400
-"""Disables uvicorn's idle timer; `timeouts.idle_s` applies instead."""
 
 
 class Http1Listener(ConnectionListener[Connection]):
@@ -52,25 +48,8 @@ class Http1Listener(ConnectionListener[Connection]):
         super().__init__(connections_max, limits, tls, slack=slack)
         self.sites = sites
         self.life_s = life_s
-        self._state = ServerState()
-        self._state.connections = self.connections  # type: ignore[assignment]
-        # The application logs its own errors and answers 500.
-        self._config = uvicorn.Config(
-            app,
-            ws="none",
-            loop="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=_NEVER_S,
-            h11_max_incomplete_event_size=HEAD_BYTES_MAX,
-        )
-        self._config.load()
+        self.app = app
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def unsent(self) -> int:
@@ -79,12 +58,18 @@ class Http1Listener(ConnectionListener[Connection]):
 
     def connection(self) -> Connection:
         """Create the protocol object of a new connection."""
-        return Connection(self._config, self._state, self)
+        return Connection(self)
+
+    def run(self, call: Coroutine[None, None, None]) -> None:
+        """Run a call of the application."""
+        task = self.loop.create_task(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def stop(self, grace_s: float) -> None:
         """Stop listening, and abort open connections after `grace_s`."""
         await super().stop(grace_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_S):
-                while self._state.tasks:
+                while self._tasks:
                     await asyncio.sleep(_POLL_S)

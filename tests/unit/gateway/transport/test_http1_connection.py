@@ -16,6 +16,7 @@ from iskander.config.schema import Config, LimitsConfig, TimeoutsConfig
 from iskander.foundation.clock import thread_cpu_ns
 from iskander.gateway.transport import connection_listener
 from iskander.gateway.transport.http1 import connection as http1_connection
+from iskander.gateway.transport.http1 import framing
 from iskander.gateway.transport.http1 import listener as http1
 from iskander.gateway.transport.http1.listener import Http1Listener
 from iskander.gateway.transport.http1.sites import SitePolicy
@@ -364,7 +365,7 @@ def test_body_of_tiny_chunks_is_processed_in_turns(monkeypatch: pytest.MonkeyPat
             while not responses.done():
                 await asyncio.sleep(0)
                 for each in server.http.connections:
-                    left = max(left, each.conn.buffered_bytes)
+                    left = max(left, len(each._framing))
             assert responses.result() == [b"ok", b"ok"]
         assert sum(server.app.chunks) == 20_000
         assert max(server.app.chunks) <= 1024
@@ -415,7 +416,7 @@ def test_connection_above_the_cpu_limit_is_closed(
     run_scenario(scenario)
 
 
-@pytest.mark.parametrize("count", [http1_connection.FIELDS_MAX - 20, 1000, 20_000])
+@pytest.mark.parametrize("count", [framing.FIELDS_MAX - 20, 1000, 20_000])
 @pytest.mark.parametrize("where", ["head", "trailers"])
 def test_number_of_header_fields_is_limited(count: int, where: str) -> None:
     fields = b"a:\r\n" * count
@@ -526,7 +527,7 @@ def test_reads_of_one_iteration_share_one_quantum(monkeypatch: pytest.MonkeyPatc
     async def scenario(server: Server) -> None:
         async with server.connected() as (reader, writer):
             writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000\r\n\r\n")
-            while not any(each.cycle for each in server.http.connections):
+            while not any(each.call for each in server.http.connections):
                 await asyncio.sleep(0.01)
             (connection,) = server.http.connections
             count = 0

@@ -1,6 +1,6 @@
 """HTTP port of the Open Inference Protocol.
 
-Imported only if the port is configured, because it imports uvicorn and starlette.
+Imported only if the port is configured, because it imports h11 and starlette.
 
 Runs on: gateway loop.
 """

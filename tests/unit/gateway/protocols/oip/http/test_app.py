@@ -35,7 +35,7 @@ class Infer:
 
 
 def request(target: bytes, method: str = "GET") -> tuple[int, bytes, bool]:
-    """Returns status, body and whether the call was a probe; `target` is in uvicorn's form."""
+    """Returns status, body and whether the call was a probe; `target` is path and query."""
     access, sent = Access(), []
 
     async def send(message: Any) -> None:
