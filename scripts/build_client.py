@@ -24,13 +24,13 @@ import build_wheel
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY = "iskander.client"
 TYPED = "iskander/py.typed"
-DEPENDENCIES = ("pyarrow", "stamina")
+DEPENDENCIES = ("pyarrow",)
 SBOM = "iskander-client.cdx.json"
 README = """\
 # iskander-client
 
-Python client of Iskander, a model server for Arrow data. It needs pyarrow and stamina only, and
-runs on Linux, macOS and Windows.
+Python client of Iskander, a model server for Arrow data. It needs pyarrow only, and runs on Linux,
+macOS and Windows.
 
 ```python
 from iskander.client import Client

@@ -16,7 +16,6 @@ import time
 import tomllib
 from pathlib import Path
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import flight
@@ -49,7 +48,7 @@ def main() -> None:
             wait_until_ready(client, gateway)
             ready_s = time.perf_counter() - started
             print(f"ready on {address} after {ready_s:.1f} s, {BUILD} build\n")
-            workers = psutil.Process(gateway.pid).children(recursive=True)
+            workers = descendants(gateway.pid)
             ratings = pq.read_table(SAMPLE)
             ids = ratings.select(["user_id", "item_id"]).combine_chunks()
             batches = ids.to_batches(BATCH_ROWS)
@@ -72,11 +71,18 @@ def main() -> None:
             except subprocess.TimeoutExpired:
                 gateway.kill()
                 code = gateway.wait()
-        remaining = [process.pid for process in workers if process.is_running()]
+        remaining = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
         remaining += [path.name for path in Path(folder).iterdir() if path.is_socket()]
         if code or remaining:
             sys.exit(f"exit code {code}; left behind: {remaining or 'nothing'}")
         print(f"stopped: exit code {code}, nothing left behind")
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process and its children have started."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for each in lists for child in each.read_text().split()]
+    return children + [below for child in children for below in descendants(child)]
 
 
 def wait_until_ready(client: flight.FlightClient, gateway: subprocess.Popen[bytes]) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from iskander.errors import ConfigError, IskanderError, NotReady
+from iskander.foundation.backoff import backoff
 from iskander.lake.run.server import PrivateServer, prepared_server, temporary_folder
 
 PORT_FIRST: Final = 20_000
@@ -38,8 +39,6 @@ LINKS_MAX: Final = 100
 STOP_S: Final = 25.0
 BACKOFF_FIRST_S: Final = 0.5
 BACKOFF_MAX_S: Final = 30.0
-DOUBLINGS_MAX: Final = 16
-"""Keeps the power finite for any number of failures."""
 _POLL_S: Final = 0.2
 _PORT_TAKEN: Final = "cannot listen"
 
@@ -136,9 +135,7 @@ class NodeServer:
             return  # Another process was faster; the next start takes another port.
         self._error = error
         self._failures += 1
-        doublings = min(self._failures - 1, DOUBLINGS_MAX)
-        wait_s = min(BACKOFF_FIRST_S * 2.0**doublings, BACKOFF_MAX_S)
-        self._stopped.wait(wait_s)
+        self._stopped.wait(backoff(self._failures, BACKOFF_FIRST_S, BACKOFF_MAX_S))
 
     def _serve(self) -> None:
         """Start a gateway, and return when it is stopped or has ended."""

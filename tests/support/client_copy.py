@@ -18,7 +18,6 @@ REFUSED = (
     "fcntl",
     "resource",
     "msgspec",
-    "psutil",
     "uvloop",
     "zmq",
     "onnxruntime",
@@ -33,7 +32,7 @@ LAPTOP = f"""
 import asyncio, json, sys
 sys.modules |= dict.fromkeys({REFUSED!r})
 sys.path += [sys.argv[1], sys.argv[2]]
-import pyarrow, pyarrow.compute, pyarrow.flight, stamina
+import pyarrow, pyarrow.compute, pyarrow.flight
 sys.platform = sys.argv[3]
 arguments = json.loads(sys.argv[4])
 import iskander.client

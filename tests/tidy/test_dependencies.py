@@ -19,7 +19,7 @@ import locked  # noqa: E402
 import sbom  # noqa: E402
 
 UNBOUNDED = {
-    "adbc-driver-manager", "argon2-cffi", "cryptography", "pyarrow", "pyzmq", "stamina",
+    "adbc-driver-manager", "argon2-cffi", "cryptography", "pyarrow", "pyzmq",
 }  # fmt: skip
 """Packages from 1.0 on whose major version is no promise: a date, or one for each release."""
 REQUIREMENT = re.compile(r"([A-Za-z0-9.-]+?)(?:\[[a-z,-]+\])?((?:[<>=!]=?[0-9.]+,?)+)")

@@ -58,7 +58,6 @@ IMPORTERS = {
         ),
         "iskander.gateway.telemetry.tracing.exporter, in a process of its own",
     ),
-    "stamina": (("iskander/client/calls/retry.py",), "iskander.client.calls.retry"),
     "grpc": (("workers/iskander_worker/remote/server.py",), "iskander.gateway.transport.http2"),
     "hpack": (
         ("iskander/gateway/transport/http2/header_block_reader.py",),

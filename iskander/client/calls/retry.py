@@ -1,14 +1,10 @@
 """Retry policy: retryable errors, waits between attempts, and the retry budget of a client.
 
-Retries are reported to the hooks of `stamina` for logs and metrics; it is imported at the first
-retry. Its waits are not used, because they cannot be interrupted.
-
 Runs on: the caller's threads. Source: gRFC A6 (the retry budget is its `retryThrottling`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import threading
@@ -29,6 +25,7 @@ from iskander.errors import (
     Unauthenticated,
 )
 from iskander.foundation import clock
+from iskander.foundation.backoff import backoff
 
 BUDGET = 500
 """Tokens of the retry budget. A killed gateway fails all open calls at once; half of the tokens
@@ -41,13 +38,11 @@ STATED_WAIT_MAX_S = 60.0
 quarantined model does, up to an hour."""
 SECONDS_MAX = 1e9
 """Limit of timeouts and waits, 31 years: waits of `threading` overflow at 9.2e9 s."""
-_DOUBLINGS_MAX = 64
-"""Limit of the exponent of a backoff, which keeps the power finite."""
 _SCHEDULED = (DeadlineUnreachable, DroppedFromQueue)
 """Errors of a batch that comes too late for its terms; sent again, it would be later still."""
 
-# A program without logging would print the name of the event of each retry.
-logging.getLogger("stamina").addHandler(logging.NullHandler())
+_log = logging.getLogger("iskander.client")
+_log.addHandler(logging.NullHandler())  # A program without logging would print each retry.
 
 
 def is_retryable(error: BaseException) -> bool:
@@ -168,6 +163,8 @@ class Retry:
         budget: Tokens that all calls of a client share. A failure takes one token, a result returns
             a tenth of one, and at half of the tokens or fewer nothing is retried. An outage takes
             one token for each attempt of each stream.
+        on_retry: Called before each wait with the number of failed attempts, the wait in seconds
+            and the error, for example to count retries. It must not raise an error.
 
     Raises:
         ConfigError: A value is out of range.
@@ -179,6 +176,7 @@ class Retry:
     jitter_s: float = 0.1
     is_enabled: bool = True
     budget: int = BUDGET
+    on_retry: Callable[[int, float, Exception], None] | None = None
 
     def __post_init__(self) -> None:
         if type(self.attempts) is not int or self.attempts < 1:
@@ -204,7 +202,7 @@ class Attempts:
         pause: Waits for a number of seconds; may raise an error to end the call.
     """
 
-    __slots__ = ("_budget", "_deadline", "_failed", "_pause", "_retry", "_waited_s")
+    __slots__ = ("_budget", "_deadline", "_failed", "_pause", "_retry")
 
     def __init__(
         self,
@@ -218,7 +216,6 @@ class Attempts:
         self._deadline = deadline
         self._pause = pause
         self._failed = 0
-        self._waited_s = 0.0
 
     def wait_after(self, error: Exception) -> None:
         """Wait before the next attempt, or raise the error of the last attempt.
@@ -236,15 +233,15 @@ class Attempts:
             plural = "s" if self._failed > 1 else ""
             error.add_note(f"failed after {self._failed} attempt{plural}: {reason}")
             raise error
-        with self._reporting(error, wait_s):
-            self._pause(wait_s)
-        self._waited_s += wait_s
+        _log.warning("retry %d in %.3f s after an error: %s", self._failed, wait_s, error)
+        if self._retry.on_retry is not None:
+            self._retry.on_retry(self._failed, wait_s, error)
+        self._pause(wait_s)
 
     def succeed(self) -> None:
         """Count a result as a success; count failures from zero again."""
         self._budget.succeed()
         self._failed = 0
-        self._waited_s = 0.0
 
     def _reason_to_end(self, stated_s: float | None, wait_s: float) -> str | None:
         """Return why no other attempt follows; None if another attempt follows."""
@@ -259,25 +256,11 @@ class Attempts:
         return None
 
     def _backoff_s(self) -> float:
-        doublings = min(self._failed - 1, _DOUBLINGS_MAX)
-        wait_s = self._retry.first_wait_s * 2.0**doublings + self._jitter_s()
-        return min(wait_s, self._retry.wait_max_s)
+        wait_s = backoff(self._failed, self._retry.first_wait_s, self._retry.wait_max_s)
+        return min(wait_s + self._jitter_s(), self._retry.wait_max_s)
 
     def _jitter_s(self) -> float:
         return random.uniform(0, self._retry.jitter_s)
-
-    def _reporting(self, error: Exception, wait_s: float) -> contextlib.ExitStack:
-        """Report a retry to the hooks of `stamina`; return the contexts of its wait."""
-        from stamina.instrumentation import RetryDetails, get_on_retry_hooks
-
-        waited_s = self._waited_s
-        details = RetryDetails("iskander.client", (), {}, self._failed, wait_s, waited_s, error)
-        with contextlib.ExitStack() as stack:
-            for hook in get_on_retry_hooks():
-                context = hook(details)
-                if context is not None:
-                    stack.enter_context(context)
-            return stack.pop_all()
 
 
 def _stated_s(error: Exception) -> float | None:

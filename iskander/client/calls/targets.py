@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 from iskander.client.calls.retry import is_gateway_failure
 from iskander.errors import ConfigError, IskanderError, NotReady
 from iskander.foundation import clock
+from iskander.foundation.backoff import backoff
 
 AGE_S = 1800.0
 """Age at which a connection is replaced, so that new nodes behind a host name get calls."""
@@ -31,8 +32,6 @@ _AGE_JITTER = 0.2
 PROBE_TIMEOUT_S = 2.0
 _PROBE_FIRST_S = 0.1
 _PROBE_MAX_S = 5.0
-_DOUBLINGS_MAX = 16
-"""Limit of the exponent of a backoff, which keeps the power finite."""
 PREFERRED_PROBE_MAX_S = 1.0
 """Maximum wait between two probes of the preferred target."""
 _RETRY_S = 30.0
@@ -292,8 +291,7 @@ class Targets:
             is_ready = bool(lease.connection.health(PROBE_TIMEOUT_S)["ready"])
         target.probes += 1
         wait_max_s = PREFERRED_PROBE_MAX_S if target.is_preferred else _PROBE_MAX_S
-        doublings = min(target.probes, _DOUBLINGS_MAX)
-        wait_s = min(_PROBE_FIRST_S * 2.0**doublings, wait_max_s)
+        wait_s = backoff(target.probes + 1, _PROBE_FIRST_S, wait_max_s)
         due_ns = self._now_ns() + _ns(wait_s * random.uniform(0.8, 1.2))
         target.next_probe_ns = None if is_ready else due_ns
         target.returns += is_ready

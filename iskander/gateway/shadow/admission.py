@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from iskander.foundation.backoff import backoff
 from iskander.foundation.clock import NS_PER_MS, NS_PER_S
 from iskander.gateway.scheduling.lanes.batcher import LEAD_NS
 from iskander.gateway.scheduling.lanes.cost import LEARNED_SAMPLES, CostModel
@@ -19,6 +20,7 @@ the worker busy with one waits no longer than that."""
 FIRST_ROWS: Final = 4
 """Rows of the first shadow batch of a candidate whose cost is unknown; each further one has twice
 as many, until the cost is learned."""
+PAUSE_FIRST_S: Final = 2.0
 PAUSE_MAX_S: Final = 600.0
 FAILURES_MAX: Final = 10
 """Counted failures; the pause after more of them is not longer, and a power of two has a limit."""
@@ -65,7 +67,7 @@ class Pauses:
         """Begin a pause; `was_loss`: the batch ended its worker."""
         failures = max(self._failures + 1, LOSS_PAUSES if was_loss else 0)
         self._failures = min(failures, FAILURES_MAX)
-        self.until_ns = now_ns + int(min(2.0**self._failures, PAUSE_MAX_S) * NS_PER_S)
+        self.until_ns = now_ns + int(backoff(self._failures, PAUSE_FIRST_S, PAUSE_MAX_S) * NS_PER_S)
         self.reason = reason
 
     def on_success(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
+from iskander.foundation.backoff import backoff
+
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 10.0
 
@@ -170,7 +172,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
 
 def backoff_s(failures: int) -> float:
     """Return the backoff before the next start after `failures` consecutive failures."""
-    return min(BACKOFF_FIRST_S * 2.0 ** min(max(failures - 1, 0), 16), BACKOFF_MAX_S)
+    return backoff(failures, BACKOFF_FIRST_S, BACKOFF_MAX_S)
 
 
 def reachable(start: State, events: Iterable[Event]) -> set[State]:

@@ -18,13 +18,16 @@ from typing import Final, NamedTuple, Protocol
 import pyarrow as pa
 
 from iskander.errors import IskanderError
+from iskander.foundation.backoff import backoff
 from iskander.foundation.clock import NS_PER_S, now_ns
 from iskander.lake.sinks.storage import sync_folder
 from iskander.lake.sources.places import locate
 from iskander.sampling.prediction_log.counts import WRITE_FAILED, Counts
-from iskander.sampling.prediction_log.retries import pause_s
 from iskander.sampling.prediction_log.workspace import Workspace
 
+PAUSE_FIRST_S: Final = 1.0
+PAUSE_MAX_S: Final = 60.0
+"""Pauses after failed writes in a row."""
 ADOPT_S: Final = 60.0
 """Time after which files of ended processes are looked for again."""
 PIECE_BYTES: Final = 8 << 20
@@ -133,7 +136,10 @@ class Uploads:
                 with self._changed:
                     if self._is_closing:
                         return
-                    self._changed.wait_for(lambda: self._is_closing, pause_s(self._failures))
+                    self._changed.wait_for(
+                        lambda: self._is_closing,
+                        backoff(self._failures, PAUSE_FIRST_S, PAUSE_MAX_S),
+                    )
                 continue
             self._failures = 0
             with self._changed:

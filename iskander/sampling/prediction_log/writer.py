@@ -17,12 +17,12 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from iskander.config.observation import PredictionLogConfig
+from iskander.foundation.backoff import backoff
 from iskander.foundation.clock import NS_PER_S, now_ns, wall_ns
 from iskander.sampling.prediction_log.counts import BUFFER_FULL, SPOOL_FULL, WRITE_FAILED, Counts
-from iskander.sampling.prediction_log.delivery import Complete, Delivery
+from iskander.sampling.prediction_log.delivery import PAUSE_FIRST_S, PAUSE_MAX_S, Complete, Delivery
 from iskander.sampling.prediction_log.files import LogFile
 from iskander.sampling.prediction_log.layout import file_name, is_complete
-from iskander.sampling.prediction_log.retries import pause_s
 from iskander.sampling.prediction_log.workspace import Workspace
 
 OPEN_FILES_MAX: Final = 64
@@ -171,4 +171,6 @@ class Writer:
             file.abandon()
         self._failures += 1
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closing, pause_s(self._failures))
+            self._changed.wait_for(
+                lambda: self._is_closing, backoff(self._failures, PAUSE_FIRST_S, PAUSE_MAX_S)
+            )

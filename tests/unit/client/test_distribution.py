@@ -10,7 +10,7 @@ import pytest
 from support import client_copy
 
 CLIENT = client_copy.build_client()
-THIRD_PARTY = {"pyarrow", "stamina", "numpy"}
+THIRD_PARTY = {"pyarrow", "numpy"}
 OPTIONAL = {"opentelemetry"}
 """Imported only if the caller has imported it."""
 SERVER_ONLY = {"iskander.client.calls.shared_memory"}

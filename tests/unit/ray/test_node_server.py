@@ -33,7 +33,7 @@ def test_port_that_is_taken_is_left_out() -> None:
 def test_missing_path_is_the_operators_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_server, "BACKOFF_FIRST_S", 1e-9)
+    monkeypatch.setattr(node_server, "BACKOFF_MAX_S", 1e-6)
     server = NodeServer(
         str(tmp_path / "none"), is_config=False, host="127.0.0.1", port=0, key="fleet/n0"
     )

@@ -54,7 +54,7 @@ class Spool:
 
 @pytest.fixture
 def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spool]:
-    monkeypatch.setattr(delivery, "pause_s", lambda failures: 0.05)
+    monkeypatch.setattr(delivery, "backoff", lambda *_: 0.05)
     made = Spool(tmp_path)
     yield made
     made.close()
@@ -183,7 +183,7 @@ def test_new_files_do_not_shorten_the_pause_after_a_failure(
     spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the end does."""
-    monkeypatch.setattr(delivery, "pause_s", lambda failures: 600.0)
+    monkeypatch.setattr(delivery, "backoff", lambda *_: 600.0)
     attempts: list[Complete] = []
     upload = spool.uploads._upload
 

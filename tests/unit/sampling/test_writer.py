@@ -16,11 +16,11 @@ import pytest
 from support.processes import eventually
 
 from iskander.config.observation import PredictionLogConfig
+from iskander.foundation.backoff import backoff
 from iskander.foundation.clock import now_ns
 from iskander.sampling.prediction_log import files, writer
 from iskander.sampling.prediction_log.counts import Counts
 from iskander.sampling.prediction_log.delivery import Complete, LocalFolder
-from iskander.sampling.prediction_log.retries import pause_s
 from iskander.sampling.prediction_log.workspace import Workspace
 from iskander.sampling.prediction_log.writer import Rows, Writer
 
@@ -173,7 +173,7 @@ def test_open_files_are_bounded(make_log: MakeLog) -> None:
 def test_failed_writes_are_counted_and_end_by_themselves(
     make_log: MakeLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "pause_s", lambda failures: 0.05)
+    monkeypatch.setattr(writer, "backoff", lambda *_: 0.05)
     log = make_log(file_s=0.1)
     shutil.rmtree(log.workspace.writing)
     log.put(1)
@@ -195,7 +195,7 @@ def test_writer_goes_on_after_a_day_of_failures(make_log: MakeLog) -> None:
     log.put(1)
     eventually(lambda: log.count("write_failed") == 1, what="a failed write")
     log.close()
-    assert pause_s(1) == 1 and pause_s(2) == 2 and pause_s(2000) == 60
+    assert [backoff(failures, 1.0, 60.0) for failures in (0, 1, 2, 2000)] == [1, 1, 2, 60]
 
 
 def test_file_that_cannot_be_delivered_is_deleted_and_its_samples_are_counted(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Final, TypeAlias
 
 from iskander.errors import ClientOverShare
+from iskander.foundation.backoff import backoff
 from iskander.foundation.clock import NS_PER_MS, NS_PER_S
 from iskander.gateway.auth.source import Source
 
@@ -42,7 +43,7 @@ class Offenders:
         if now_ns - self._until_ns.pop(party, now_ns) > FORGET_NS:
             self._counts.pop(party, None)
         count = self._counts[party] = self._counts.get(party, 0) + 1
-        pause_ns = min(PAUSE_FIRST_NS << min(count - 1, 16), PAUSE_MAX_NS)
+        pause_ns = int(backoff(count, PAUSE_FIRST_NS, PAUSE_MAX_NS))
         self._until_ns[party] = now_ns + pause_ns
         if len(self._until_ns) > SOURCES_MAX:
             self._forget(next(iter(self._until_ns)))

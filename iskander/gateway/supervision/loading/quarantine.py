@@ -26,6 +26,7 @@ import msgspec
 
 from iskander.config.schema import WorkersConfig
 from iskander.errors import IskanderError
+from iskander.foundation.backoff import backoff
 from iskander.foundation.clock import NS_PER_S, now_ns
 from iskander.foundation.logs import models as log
 from iskander.gateway.scheduling.lanes.lane import Lane, Quarantine
@@ -106,13 +107,14 @@ class DeathRate:
 
         The time is one window at the first isolation, two at the second, then four, and so on.
         """
-        quiet_ns = self._window_ns << min(max(self.isolations - 1, 0), RETURN_DOUBLINGS_MAX)
+        longest_ns = self._window_ns << RETURN_DOUBLINGS_MAX
+        quiet_ns = backoff(self.isolations, self._window_ns, longest_ns)
         return now_ns - self.last_ns > quiet_ns
 
     def begin_quarantine(self, first_s: float) -> float:
         """Count a quarantine; return its duration in seconds."""
         self.quarantines += 1
-        return min(first_s * 2.0 ** min(self.quarantines - 1, 16), QUARANTINE_MAX_S)
+        return backoff(self.quarantines, first_s, QUARANTINE_MAX_S)
 
 
 @dataclass(eq=False, repr=False)

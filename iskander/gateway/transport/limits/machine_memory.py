@@ -1,15 +1,14 @@
 """Memory of the machine or cgroup, its share for received bytes, and the count of OOM kills.
 
-Source: cgroup v2 (memory.max).
+Source: sysconf(3) (_SC_PHYS_PAGES); cgroup v2 (memory.max).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Final
-
-import psutil
 
 from iskander.config.schema import Config
 
@@ -37,7 +36,7 @@ def oom_kills(counters: Path = VMSTAT) -> int:
 
 def memory_bytes(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
     """Return the memory of the machine, or the lowest cgroup limit of this process if less."""
-    least: int = psutil.virtual_memory().total
+    least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         group = own.read_text().strip().rpartition("::")[2].lstrip("/")
     except OSError:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import stamina
 from pyarrow import flight
-from stamina.instrumentation import RetryDetails, set_on_retry_hooks
 
 from iskander.client.calls.retry import (
     OFF,
@@ -279,43 +277,30 @@ def test_budget_is_bounded_at_both_ends() -> None:
     assert budget.fail()
 
 
-def test_hooks_of_stamina_get_each_retry_and_their_contexts_last_for_its_wait(
-    clock: FakeClock,
+def test_each_retry_is_logged_and_reported(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     events: list[Any] = []
 
-    @contextlib.contextmanager
-    def hook(details: RetryDetails) -> Iterator[None]:
-        events.append((details.name, details.retry_num, details.wait_for, details.waited_so_far))
-        events.append(len(clock.waits))
-        yield
-        events.append(len(clock.waits))
+    def on_retry(failed: int, wait_s: float, error: Exception) -> None:
+        events.append((failed, wait_s, str(error), len(clock.waits)))
 
-    set_on_retry_hooks([hook])
-    try:
-        attempts = attempts_of(clock)
+    attempts = attempts_of(clock, dataclasses.replace(STEADY, on_retry=on_retry))
+    with caplog.at_level(logging.WARNING, "iskander.client"):
         attempts.wait_after(NotReady("x"))
-        attempts.wait_after(NotReady("x"))
-    finally:
-        set_on_retry_hooks(None)
-    assert events == [
-        ("iskander.client", 1, 0.1, 0.0), 0, 1, ("iskander.client", 2, 0.2, 0.1), 1, 2,
-    ]  # fmt: skip
+        attempts.wait_after(NotReady("y"))
+    assert events == [(1, 0.1, "x", 0), (2, 0.2, "y", 1)]
+    assert caplog.messages == [
+        "retry 1 in 0.100 s after an error: x",
+        "retry 2 in 0.200 s after an error: y",
+    ]
 
 
 def test_a_program_without_logging_prints_nothing_at_a_retry() -> None:
-    script = "import logging, iskander.client; logging.getLogger('stamina').warning('retry')"
+    name = "iskander.client"
+    script = f"import logging, iskander.client; logging.getLogger({name!r}).warning('retry')"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert (result.stdout, result.stderr) == (b"", b"")
-
-
-def test_settings_of_stamina_do_not_switch_retries_off(clock: FakeClock) -> None:
-    """Another part of the program may deactivate it; `OFF` is the switch of the client."""
-    stamina.set_active(False)
-    try:
-        assert fail_until_raised(attempts_of(clock), NotReady("x")) == 6
-    finally:
-        stamina.set_active(True)
 
 
 INVALID: list[Any] = [-0.1, float("nan"), float("inf"), 1e10, "3", None, True]
