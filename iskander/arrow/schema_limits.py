@@ -101,6 +101,9 @@ class _SchemaVisit:
             text = f"column `{self._column}` has a type of {count} fields"
             text += f", limit {limits.fields} (`limits.fields`)"
             raise LimitExceeded(text, column=self._column, wanted=limits.fields)
+        if kind == _UNION and not children:
+            text = f"column `{self._column}` has a union without fields, which has no arrays here"
+            raise ContractError(text, column=self._column)
         if kind != _RUN_ENDS:
             depth += 1
         for child in children:

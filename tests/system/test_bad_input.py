@@ -274,6 +274,20 @@ def test_streams_with_invalid_first_messages_are_rejected(
     assert_clean(response)
 
 
+def test_union_without_fields_is_rejected_and_ends_no_process(gateway: Gateway) -> None:
+    """pyarrow ends the process when it makes an empty array, which an in-band error needs."""
+    empty = pa.UnionArray.from_sparse(pa.array([], pa.int8()), [])
+    batch = pa.record_batch([pa.array([], pa.int64()), empty], ["x", "u"])
+    options = flight.FlightCallOptions(headers=[(b"iskander-errors", b"in-band")])
+    with flight.connect(f"grpc://{gateway.address}") as connection:
+        descriptor = flight.FlightDescriptor.for_path("ids")
+        writer, reader = connection.do_exchange(descriptor, options)
+        with pytest.raises(pa.ArrowInvalid, match="`u` has a union without fields"):
+            writer.begin(batch.schema)
+            writer.write_with_metadata(batch, b'{"iskander": {"priority": "lots"}}')
+            reader.read_chunk()
+
+
 def test_big_endian_streams_are_rejected(client: raw.RawClient) -> None:
     """The endianness field of a valid schema is set to 1."""
     schema = pa.schema([("x", pa.int64())])

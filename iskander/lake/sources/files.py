@@ -19,6 +19,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from iskander.arrow.layout import column_with_empty_union
 from iskander.errors import SourceError
 from iskander.lake.job import UNIT_BYTES
 from iskander.lake.plan import canonical
@@ -294,6 +295,8 @@ def _open_parquet(handle: pa.NativeFile, path: str, stamp: Stamp) -> _OpenedFile
 def _open_ipc(handle: pa.NativeFile, stamp: Stamp) -> _OpenedFile:
     reader = pa.ipc.open_file(handle)
     schema, count = reader.schema, reader.num_record_batches
+    if column := column_with_empty_union(schema):
+        raise pa.ArrowInvalid(f"column {column!r} has a union without fields")
     if not schema.names or count > COUNTED_BATCHES_MAX:
         rows: list[int | None] = [None] * count
     else:

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from iskander.arrow.layout import column_with_empty_union
 from iskander.errors import SourceError, Unsupported
 from iskander.lake.filters import Filter
 from iskander.lake.plan import Unit, make_unit
@@ -38,6 +39,8 @@ class StreamSource:
             self._reader = pa.ipc.open_stream(sys.stdin.buffer if file is None else file)
         except (pa.ArrowException, OSError) as error:
             raise SourceError(f"standard input is not an Arrow IPC stream: {error}") from error
+        if column := column_with_empty_union(self._reader.schema):
+            raise SourceError(f"standard input: column {column!r} has a union without fields")
         self.schema = self._reader.schema.remove_metadata()
         # Two streams cannot be compared, so every stream is another job.
         self.snapshot = {"kind": "stream", "token": secrets.token_hex(16)}

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from iskander.arrow import ipc
+from iskander.arrow.layout import column_with_empty_union
 from iskander.arrow.schema_limits import require_schema_limits
 from iskander.config.schema import LimitsConfig
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
@@ -117,6 +118,24 @@ def test_precision_and_scale_of_decimals_are_limited(name: str, is_nested: bool)
         header = decimal_header(arrow, precision, found)
         with pytest.raises(MalformedInput, match=rf"`c0` has decimals of {arrow.bit_width} bits"):
             require(header)
+
+
+@pytest.mark.parametrize("mode", ["sparse", "dense"])
+def test_unions_without_fields_are_rejected(mode: str) -> None:
+    """pyarrow ends the process when it makes an empty array of them."""
+    empty = pa.union([], mode)
+    for arrow in (
+        empty,
+        pa.list_(empty),
+        pa.struct([("a", pa.int8()), ("u", empty)]),
+        pa.dictionary(pa.int8(), empty),
+        pa.union([pa.field("u", empty)], "dense"),
+    ):
+        with pytest.raises(ContractError, match="`c1` has a union without fields"):
+            require(header_of(pa.int8(), arrow))
+        schema = pa.schema([("a", pa.int8()), ("b", arrow)])
+        assert column_with_empty_union(schema) == "b"
+    assert not column_with_empty_union(pa.schema([("a", pa.struct([]))]))
 
 
 @pytest.mark.parametrize("unit", [0, 1])

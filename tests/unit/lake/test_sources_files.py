@@ -92,6 +92,22 @@ def test_large_file_is_cut_between_row_groups(tmp_path: Path, end: str) -> None:
     assert abs(sum(each.bytes for each in cut.units()) - path.stat().st_size) < 100
 
 
+def test_union_without_fields_is_an_error_of_its_file(tmp_path: Path) -> None:
+    """pyarrow ends the process when it takes rows of such a column."""
+    column = pa.UnionArray.from_sparse(pa.array([], pa.int8()), [])
+    batch = pa.record_batch([pa.array([], pa.int64()), column], ["id", "empty"])
+    path = tmp_path / "x.arrow"
+    with pa.ipc.new_file(str(path), batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(SourceError, match="column 'empty' has a union without fields"):
+        FileSource([str(path)])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    with pytest.raises(SourceError, match="column 'empty' has a union without fields"):
+        StreamSource(pa.BufferReader(sink.getvalue()))
+
+
 def test_small_files_are_joined(tmp_path: Path) -> None:
     for index in range(20):
         write(tmp_path / f"{index:02}.parquet", table(index * 5, 5))
