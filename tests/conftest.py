@@ -21,26 +21,6 @@ from hypothesis import settings
 GONE_WITHIN_S = 5.0
 PROCESSES = ("children", "orphans")
 """Parts of a footprint that are lists of processes."""
-CHANNEL_TESTS: dict[str, tuple[str, ...]] = {
-    "test_chaos": (),
-    "test_draining": (),
-    "test_failures": (
-        "test_killed_gateway_leaves_nothing_and_the_next_one_adopts_its_workers",
-        "test_sigterm_completes_accepted_requests",
-        "test_batches_of_a_killed_worker_run_on_another_at_once",
-    ),
-    "test_gateway_process": (
-        "test_batch_is_retried_after_the_worker_disconnects",
-        "test_response_before_a_disconnect_is_delivered",
-    ),
-    "test_own_workers": (),
-    "test_processes": ("test_killed_worker_is_replaced_for_all_processes",),
-    "test_quarantine": (),
-    "test_serving": ("test_two_workers_eight_streams_and_a_mix_of_sizes",),
-    "test_supervision": (),
-    "test_worker_process": ("test_worker_loads_computes_and_drains",),
-}
-"""Modules that run over both channels, with their tests that run over ZeroMQ without slow tests."""
 SLOW = "ISKANDER_SLOW"
 RUN_MARK, RUN = "TESTS_RUN", uuid.uuid4().hex
 os.environ[RUN_MARK] = RUN
@@ -80,14 +60,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run tests of serving, loss, restart and drain over both channels between gateway and worker.
-
-    Over ZeroMQ most of them are slow tests.
-    """
-    path = metafunc.definition.path
-    short = CHANNEL_TESTS.get(path.stem) if path.parent.name in ("process", "system") else None
-    if short is not None:
-        marks = () if metafunc.function.__name__ in short else (pytest.mark.slow,)
+    """Run the tests that depend on the channel between gateway and worker over both kinds of it."""
+    mark = metafunc.definition.get_closest_marker("over_zmq")
+    if mark is not None:
+        marks = () if mark.kwargs.get("is_slow") is False else (pytest.mark.slow,)
         kinds = ["seqpacket", pytest.param("zmq", marks=marks)]
         metafunc.parametrize("channel", kinds, indirect=True, scope="module")
 

@@ -137,6 +137,7 @@ def test_worker_cannot_write_the_input_arena(gateway: Gateway) -> None:
     worker.close()
 
 
+@pytest.mark.over_zmq
 def test_worker_receives_as_many_batches_as_credits(gateway: Gateway) -> None:
     """Two batches are sent; later requests wait and share the batch of the next credit."""
     worker = registered_worker(gateway)
@@ -185,6 +186,7 @@ def test_step_of_a_load_is_in_stats_and_log_until_its_end(gateway: Gateway) -> N
     worker.close()
 
 
+@pytest.mark.over_zmq
 def test_late_messages_are_dropped(gateway: Gateway) -> None:
     """Responses for unknown batches and repeated responses are counted."""
     worker = registered_worker(gateway)
@@ -204,6 +206,7 @@ def test_late_messages_are_dropped(gateway: Gateway) -> None:
     worker.close()
 
 
+@pytest.mark.over_zmq
 def test_failed_batch_returns_its_error(gateway: Gateway) -> None:
     worker = registered_worker(gateway)
     call = Call(gateway, [1])
@@ -215,6 +218,7 @@ def test_failed_batch_returns_its_error(gateway: Gateway) -> None:
     worker.close()
 
 
+@pytest.mark.over_zmq(is_slow=False)
 def test_batch_is_retried_after_the_worker_disconnects(gateway: Gateway) -> None:
     worker = registered_worker(gateway)
     call = Call(gateway, [1])
@@ -232,6 +236,7 @@ def test_batch_is_retried_after_the_worker_disconnects(gateway: Gateway) -> None
     replacement.close()
 
 
+@pytest.mark.over_zmq(is_slow=False)
 def test_response_before_a_disconnect_is_delivered(gateway: Gateway) -> None:
     """The response and the end of the connection arrive together; nothing is retried."""
     worker = registered_worker(gateway)
@@ -264,6 +269,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.over_zmq
 @pytest.mark.parametrize("state", ["ready", "loading"])
 @pytest.mark.parametrize("length", [20, FRAME_BYTES_MAX + 1])
 def test_worker_with_malformed_messages_is_killed_and_its_batch_retried(
@@ -294,6 +300,7 @@ def test_worker_with_malformed_messages_is_killed_and_its_batch_retried(
     replacement.close()
 
 
+@pytest.mark.over_zmq
 def test_leaving_worker_receives_only_a_drain(gateway: Gateway) -> None:
     worker = registered_worker(gateway)
     worker.send(Leaving())
@@ -302,6 +309,7 @@ def test_leaving_worker_receives_only_a_drain(gateway: Gateway) -> None:
     worker.close()
 
 
+@pytest.mark.over_zmq
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -321,6 +329,7 @@ def test_worker_registration_is_rejected(
     worker.close()
 
 
+@pytest.mark.over_zmq
 def test_silent_and_malformed_peers_do_not_delay_registration(gateway: Gateway) -> None:
     from iskander.interprocess.control import attach
 

@@ -68,6 +68,7 @@ def read_output(gateway: ScriptedGateway, offset: int, dtype: str, count: int) -
     return np.frombuffer(gateway.output.view, dtype, count, offset).tolist()
 
 
+@pytest.mark.over_zmq(is_slow=False)
 def test_worker_loads_computes_and_drains(gateway: ScriptedGateway, worker: WorkerProcess) -> None:
     """Batches repeat and change their input and output offsets."""
     gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
@@ -172,6 +173,7 @@ def test_default_threads_are_the_planned_cores(
         worker.end()
 
 
+@pytest.mark.over_zmq
 def test_heartbeat_while_idle_and_while_running(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
@@ -186,6 +188,7 @@ def test_heartbeat_while_idle_and_while_running(
     eventually(lambda: gateway.last_beat().batch_id == 0, what="an idle heartbeat")
 
 
+@pytest.mark.over_zmq
 def test_failed_batch_does_not_affect_the_next_one(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
@@ -229,6 +232,7 @@ def test_requests_share_a_batch_and_get_their_own_rows(
     assert read_output(gateway, 0, "int64", 1) == [40], "a larger batch needs a larger buffer"
 
 
+@pytest.mark.over_zmq
 def test_running_batch_is_cancelled(gateway: ScriptedGateway, worker: WorkerProcess) -> None:
     """The run ends between two nodes; the next batch uses the same bindings."""
     gateway.send(Load(model_spec(models.slow(gateway.folder / "slow", 100))))
@@ -245,6 +249,7 @@ def test_running_batch_is_cancelled(gateway: ScriptedGateway, worker: WorkerProc
     assert isinstance(gateway.receive(), Done)
 
 
+@pytest.mark.over_zmq
 def test_queued_batch_is_cancelled_without_running(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
@@ -367,6 +372,7 @@ def test_model_that_cannot_be_served_is_rejected_with_a_reason(
     assert isinstance(gateway.receive(), Loaded)
 
 
+@pytest.mark.over_zmq
 def test_worker_keeps_its_models_for_the_next_gateway(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
@@ -397,6 +403,7 @@ def test_worker_exits_if_the_next_gateway_plans_other_cores(
     assert worker.process.wait(20) == 0
 
 
+@pytest.mark.over_zmq
 def test_sigterm_finishes_the_batch_and_requests_a_drain(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
@@ -412,6 +419,7 @@ def test_sigterm_finishes_the_batch_and_requests_a_drain(
     assert worker.process.wait(20) == 0
 
 
+@pytest.mark.over_zmq
 def test_rejected_worker_exits_and_logs_the_reason(gateway: ScriptedGateway) -> None:
     worker = WorkerProcess(gateway.socket_path, gateway.folder)
     try:
@@ -423,6 +431,7 @@ def test_rejected_worker_exits_and_logs_the_reason(gateway: ScriptedGateway) -> 
         worker.end()
 
 
+@pytest.mark.over_zmq
 def test_worker_exits_on_an_unsealed_segment(gateway: ScriptedGateway, tmp_path: Path) -> None:
     """An unsealed segment could shrink while the worker reads it."""
     worker = WorkerProcess(gateway.socket_path, gateway.folder)
@@ -440,6 +449,7 @@ def test_worker_exits_on_an_unsealed_segment(gateway: ScriptedGateway, tmp_path:
         worker.end()
 
 
+@pytest.mark.over_zmq
 def test_worker_exits_if_no_gateway_listens(tmp_path: Path) -> None:
     worker = WorkerProcess(tmp_path / "missing.sock", tmp_path, "--wait-s", "0.2")
     try:
@@ -449,6 +459,7 @@ def test_worker_exits_if_no_gateway_listens(tmp_path: Path) -> None:
         worker.end()
 
 
+@pytest.mark.over_zmq
 def test_worker_attaches_again_if_a_stopping_gateway_has_removed_its_folder(
     gateway: ScriptedGateway,
 ) -> None:
@@ -468,6 +479,7 @@ def test_worker_attaches_again_if_a_stopping_gateway_has_removed_its_folder(
         worker.end()
 
 
+@pytest.mark.over_zmq
 def test_worker_exits_if_the_gateway_closes_each_connection(gateway: ScriptedGateway) -> None:
     worker = WorkerProcess(gateway.socket_path, gateway.folder, "--wait-s", "0.3")
     gateway.listener.settimeout(0.05)

@@ -88,6 +88,7 @@ def assert_no_more_than(before: dict[str, int], gateway: Gateway) -> None:
         raise AssertionError(f"was {before}, is {footprint(gateway)}") from None
 
 
+@pytest.mark.over_zmq
 def test_each_batch_gets_one_correct_response_during_faults(tmp_path: Path) -> None:
     """Workers die, stop and hang; clients cancel, time out and do not read. A drain follows."""
     ledger, faults = Ledger(), []

@@ -100,6 +100,7 @@ def test_batch_of_a_killed_worker_is_retried_without_an_error(gateway: Gateway) 
     assert stats["lanes"]["slow/1"]["retried"] == 1
 
 
+@pytest.mark.over_zmq(is_slow=False)
 def test_batches_of_a_killed_worker_run_on_another_at_once(tmp_path: Path) -> None:
     """The other worker gets the batch before the killed worker is replaced."""
     with running(tmp_path, served(tmp_path), workers=dict(TWO)) as gateway:
@@ -117,6 +118,7 @@ def test_batches_of_a_killed_worker_run_on_another_at_once(tmp_path: Path) -> No
         assert (scoring.result, scoring.error) == ([3000], None)
 
 
+@pytest.mark.over_zmq
 def test_request_that_ended_two_workers_is_poisoned(gateway: Gateway) -> None:
     """The caller and the log get the error, and the third worker does not run the request."""
     scoring = Scoring(gateway, 1_000_000)
@@ -137,6 +139,7 @@ def test_request_that_ended_two_workers_is_poisoned(gateway: Gateway) -> None:
     assert "2 workers died while they ran" in gateway.text()
 
 
+@pytest.mark.over_zmq
 def test_run_is_cancelled_after_its_caller_timed_out(gateway: Gateway) -> None:
     """ONNX Runtime stops between two nodes, so the worker keeps running."""
     pids = gateway.worker_pids()
@@ -226,6 +229,7 @@ def test_streams_continue_while_one_of_two_workers_is_killed(tmp_path: Path) -> 
     assert outcomes.count("whole") > 8
 
 
+@pytest.mark.over_zmq
 @pytest.mark.slow
 def test_worker_without_heartbeats_is_killed_and_replaced(tmp_path: Path) -> None:
     workers = dict(ONE, hang_s=1.0)
@@ -238,6 +242,7 @@ def test_worker_without_heartbeats_is_killed_and_replaced(tmp_path: Path) -> Non
         assert "no heartbeat for 10" in gateway.text(), "not detected within 100 ms of the limit"
 
 
+@pytest.mark.over_zmq(is_slow=False)
 def test_sigterm_completes_accepted_requests(tmp_path: Path) -> None:
     """An open stream gets the results of its accepted batches, then the error `draining`."""
     with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
@@ -321,6 +326,7 @@ def test_health_watch_receives_not_serving_during_a_drain(tmp_path: Path) -> Non
         assert gateway.wait() == 0
 
 
+@pytest.mark.over_zmq
 def test_second_sigterm_stops_the_gateway_immediately(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE)).start()
     try:
@@ -346,6 +352,7 @@ def test_second_sigterm_stops_the_gateway_immediately(tmp_path: Path) -> None:
         gateway.end()
 
 
+@pytest.mark.over_zmq(is_slow=False)
 def test_killed_gateway_leaves_nothing_and_the_next_one_adopts_its_workers(
     tmp_path: Path,
 ) -> None:
@@ -374,6 +381,7 @@ def test_killed_gateway_leaves_nothing_and_the_next_one_adopts_its_workers(
         first.end()
 
 
+@pytest.mark.over_zmq
 def test_late_results_for_a_killed_gateway_are_discarded(tmp_path: Path) -> None:
     """One of two workers is busy when the gateway is killed.
 
@@ -450,6 +458,7 @@ def test_workers_of_a_service_manager_keep_their_models_at_a_restart(
         first.end()
 
 
+@pytest.mark.over_zmq
 def test_worker_without_a_gateway_exits_on_sigterm(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE)).start()
     try:
@@ -463,6 +472,7 @@ def test_worker_without_a_gateway_exits_on_sigterm(tmp_path: Path) -> None:
         gateway.end()
 
 
+@pytest.mark.over_zmq
 def test_workers_exit_if_no_gateway_starts_within_reattach_s(tmp_path: Path) -> None:
     workers = dict(ONE, reattach_s=0.5)
     gateway = Gateway(tmp_path, served(tmp_path), workers=workers).start()
@@ -486,6 +496,7 @@ def pyarrow_error_detail(address: str) -> dict[str, Any]:
         return detail
 
 
+@pytest.mark.over_zmq
 def test_gateway_accepts_manually_started_workers(tmp_path: Path) -> None:
     """With `spawn = false`, the gateway is not ready until workers attach."""
     workers = dict(TWO, spawn=False)
@@ -585,6 +596,7 @@ def test_invalid_model_entry_is_a_start_error(
     assert check.returncode == 78 and words in check.stderr, check.stderr
 
 
+@pytest.mark.over_zmq
 def test_gateway_leaks_no_descriptors_or_threads(gateway: Gateway) -> None:
     process = psutil.Process(gateway.pid)
 

@@ -75,6 +75,7 @@ def test_check_reports_the_load_error(tmp_path: Path) -> None:
     assert "model `own/1`: no class `Model` in `model.py`" in checked.stderr
 
 
+@pytest.mark.over_zmq
 def test_killed_dedicated_worker_is_replaced_and_others_stay(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path)) as gateway:
         before = pids(gateway)
@@ -94,6 +95,7 @@ def test_dedicated_worker_is_recycled_after_its_batches(tmp_path: Path) -> None:
         eventually(lambda: pids(gateway)["own/1"] not in (0, before), what="a new worker")
 
 
+@pytest.mark.over_zmq
 def test_workers_reattach_to_their_slots_after_gateway_death(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, served(tmp_path), workers={"reattach_s": 20.0})
     try:
@@ -112,6 +114,7 @@ def test_workers_reattach_to_their_slots_after_gateway_death(tmp_path: Path) -> 
         gateway.end()
 
 
+@pytest.mark.over_zmq
 @pytest.mark.slow
 def test_several_gateway_processes_share_dedicated_workers(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), server={"processes": 2}) as gateway:

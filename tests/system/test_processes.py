@@ -137,6 +137,7 @@ def test_connections_are_distributed_and_each_client_gets_its_own_results(
         assert sum(n > 0 for n in completed.values()) > 1
 
 
+@pytest.mark.over_zmq
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_killed_process_affects_only_its_own_clients(pair: Gateway, number: int) -> None:
@@ -194,6 +195,7 @@ def client_of_restarted(gateway: Gateway, number: int) -> Client:
     return client
 
 
+@pytest.mark.over_zmq(is_slow=False)
 def test_killed_worker_is_replaced_for_all_processes(pair: Gateway) -> None:
     with client_of(pair, 0) as first, client_of(pair, 1) as second:
         before = worker_pid(pair)
@@ -203,6 +205,7 @@ def test_killed_worker_is_replaced_for_all_processes(pair: Gateway) -> None:
         assert worker_pid(pair) != before
 
 
+@pytest.mark.over_zmq
 @pytest.mark.slow
 def test_rolling_restart_loses_no_request_and_keeps_the_worker(pair: Gateway) -> None:
     worker = worker_pid(pair)
@@ -286,6 +289,7 @@ def test_stop_waits_for_the_batches_of_every_process(tmp_path: Path, how: str) -
         assert not processes_of(gateway.runtime)
 
 
+@pytest.mark.over_zmq
 @pytest.mark.slow
 def test_worker_that_hangs_in_a_batch_of_another_process_is_replaced(tmp_path: Path) -> None:
     """Process 0 ends the worker, although it has no batch there."""
@@ -297,6 +301,7 @@ def test_worker_that_hangs_in_a_batch_of_another_process_is_replaced(tmp_path: P
         assert worker_pid(gateway) != before
 
 
+@pytest.mark.over_zmq
 @pytest.mark.slow
 def test_resumed_worker_is_ended_if_its_slot_is_taken(tmp_path: Path) -> None:
     """It was suspended for longer than a new process 0 waits for it."""
@@ -397,6 +402,7 @@ def test_readiness_and_metrics_cover_all_processes(pair: Gateway) -> None:
     assert page(pair, "/readyz")[0] == 200
 
 
+@pytest.mark.over_zmq
 @pytest.mark.slow
 def test_recycled_worker_leaves_both_processes(tmp_path: Path) -> None:
     with gateways(tmp_path, 2, workers={"recycle_batches": 20}) as gateway:

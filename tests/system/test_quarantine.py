@@ -79,6 +79,7 @@ def shared_worker(gateway: Gateway) -> int:
     return int(pids[0])
 
 
+@pytest.mark.over_zmq
 @pytest.mark.slow
 def test_model_that_ends_workers_is_isolated_and_then_rejected(gateway: Gateway) -> None:
     """Clients of another model get all responses meanwhile."""
@@ -202,6 +203,7 @@ def test_run_far_longer_than_earlier_ones_counts_as_hang(gateway: Gateway) -> No
     assert len(silences) == 2 and max(silences) < 25_000
 
 
+@pytest.mark.over_zmq
 @pytest.mark.slow
 def test_all_gateway_processes_isolate_a_model(tmp_path: Path) -> None:
     """Process 0 starts the isolated worker, even if only another process has the callers."""

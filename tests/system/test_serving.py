@@ -435,6 +435,7 @@ def test_health_service_on_the_same_port(gateway: Gateway) -> None:
     client.close()
 
 
+@pytest.mark.over_zmq(is_slow=False)
 def test_two_workers_eight_streams_and_a_mix_of_sizes(tmp_path: Path) -> None:
     """Every stream gets its own results in order, from either worker."""
     ids = models.row_ids(tmp_path / "ids")

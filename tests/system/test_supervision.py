@@ -55,6 +55,7 @@ def kill_when_ready(gateway: Gateway, index: int = 0) -> None:
     eventually(lambda: gateway.stats()["workers"][index]["pid"] != pid, what="the worker's end")
 
 
+@pytest.mark.over_zmq
 @pytest.mark.slow
 def test_hanging_model_is_logged_with_a_stack(tmp_path: Path) -> None:
     """The worker is ended with a stack and the batch id; the batch is retried only once."""
@@ -69,6 +70,7 @@ def test_hanging_model_is_logged_with_a_stack(tmp_path: Path) -> None:
     assert "ended by SIGABRT, which this gateway sent" in log
 
 
+@pytest.mark.over_zmq
 def test_requests_of_a_suspended_worker_run_on_another(tmp_path: Path) -> None:
     """A suspended process does not handle SIGABRT, so SIGKILL follows."""
     with running(tmp_path, served(tmp_path), workers=dict(TWO, hang_s=0.5)) as gateway:
@@ -140,6 +142,7 @@ def test_impossible_quorum_is_rejected(tmp_path: Path) -> None:
         gateway.end()
 
 
+@pytest.mark.over_zmq
 def test_only_worker_is_recycled_without_rejections(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers=dict(ONE, recycle_batches=40)) as gateway:
         outcomes: Counter[str] = Counter()
