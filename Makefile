@@ -2,9 +2,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup quickstart serve test test-fast test-all test-engines test-kserve test-onnx test-deb deb lint fmt test-gpu bench bench-gpu bench-peers bench-scheduling endurance docs wheel ci clean
+.PHONY: setup quickstart serve test test-fast test-sources test-all test-engines test-kserve test-onnx test-deb deb lint fmt test-gpu bench bench-gpu bench-peers bench-scheduling endurance docs wheel ci clean
 
 setup: .venv/.installed
 
@@ -26,9 +26,13 @@ serve: setup
 test: .venv/.installed-tests
 	$(BIN)/pytest $(SIDE_BY_SIDE)
 
-# Without processes, and with fewer random examples.
+# Without servers, and with fewer random examples: the first thing to run after a change.
 test-fast: .venv/.installed-tests
-	$(BIN)/pytest -q -n auto --hypothesis-profile=fast tests/unit tests/spec tests/tidy
+	$(BIN)/pytest -q -n auto --hypothesis-profile=fast -m 'not long' tests/unit tests/spec tests/tidy
+
+# What the wheel does not run (`make wheel`): together they run each test once.
+test-sources: .venv/.installed-tests
+	$(BIN)/pytest $(SIDE_BY_SIDE) --ignore=tests/system --ignore=tests/process
 
 # Slow tests too, clients in other languages, fuzzing for 60 s a target, alerts in a real Prometheus, and
 # ten minutes of mixed load. Tests whose tools are missing are skipped by name: g++, go with
@@ -135,8 +139,8 @@ docs: setup
 wheel: setup
 	$(BIN)/python scripts/check_wheel.py
 
-# One compile: the wheel runs the slow tests, the sources run the others.
-ci: lint wheel test
+# Each test once: on the compiled wheel those with processes, on the sources the others.
+ci: lint wheel test-sources
 
 clean:
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Wheel check: builds the wheel, checks its contents, installs it and runs tests on it.
 
-The wheel is compiled if there is a C compiler, so both kinds of build are tested: `make test` runs
-the interpreted sources. The wheel runs the slow tests, and those of the path of a batch.
+The wheel is compiled if there is a C compiler. It runs all tests with processes, slow ones too;
+`make test-sources` runs the others on the interpreted sources.
 
 The wheel of `iskander-client` is installed in an environment of its own: it scores against the
 gateway of the compiled wheel, and a small project is type-checked against it.
@@ -26,15 +26,7 @@ import build_wheel
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 READ_BY_TESTS = ("tests", "configs", "docs", "scripts", "benchmarks", "pyproject.toml")
-BATCH_PATH = (
-    "serving",
-    "strings",
-    "outputs",
-    "lanes",
-    "draining",
-    "oip_grpc",
-    "shared_memory",
-)
+TESTS = ("tests/system", "tests/process")
 SERVER_LIBRARIES = ("onnxruntime", "msgspec", "iskander_worker")
 READY_WITHIN_S = 60.0
 STOP_WITHIN_S = 30.0
@@ -107,17 +99,12 @@ def main() -> None:
         ).stdout
         if str(folder / "venv") not in found:
             sys.exit(f"the tests import iskander from outside the wheel: {found}")
-        pytest = [python.parent / "pytest", "-q", "-n", "3", "--dist", "loadfile"]
-        pytest += ["--no-loadscope-reorder", "-p", "no:cacheprovider"]
-        core = [f"tests/system/test_{part}.py" for part in BATCH_PATH]
+        pytest = [python.parent / "pytest", "-q", "-n", "4", "--dist", "loadfile"]
+        pytest += ["--no-loadscope-reorder", "-p", "no:cacheprovider", *TESTS]
         environment = os.environ | {"ISKANDER_SLOW": "1"}
-        for selection in (
-            ["-m", "slow", "tests/system", "tests/process"],
-            ["-m", "not slow", *core],
-        ):
-            done = subprocess.run([*pytest, *selection], cwd=checkout, env=environment, check=False)
-            if done.returncode:
-                sys.exit(done.returncode)
+        done = subprocess.run(pytest, cwd=checkout, env=environment, check=False)
+        if done.returncode:
+            sys.exit(done.returncode)
 
 
 def require_contents(wheel: Path) -> None:

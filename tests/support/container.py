@@ -87,6 +87,15 @@ def steps(path: Path = DOCKERFILE) -> list[Step]:
     return found
 
 
+def values(keyword: str, *stages: str) -> list[str]:
+    """The values of one keyword, in all stages or some."""
+    return [
+        each.value
+        for each in steps()
+        if each.keyword == keyword and (not stages or each.stage in stages)
+    ]
+
+
 def why_not() -> str:
     """Return why no container can be replayed here; empty if it can."""
     if os.geteuid() != 0:

@@ -402,6 +402,7 @@ def test_server_streams_end_when_their_token_is_revoked(server: ProtectedServer,
         server.file.write_text(before)
 
 
+@pytest.mark.slow
 def test_every_gateway_process_requires_tokens(tmp_path: Path) -> None:
     """A reload with an invalid token file keeps the running processes."""
     file = tmp_path / "tokens.toml"

@@ -258,6 +258,7 @@ def linked_environment(folder: Path, *packages: str) -> str:
     return str(folder / "bin" / "python")
 
 
+@pytest.mark.slow
 def test_class_runs_in_an_environment_without_this_distribution(tmp_path: Path) -> None:
     """It needs NumPy, msgspec and the model's packages; the gateway adds the path of its code."""
     python = linked_environment(tmp_path / "venv", "numpy", "msgspec", "pyarrow")

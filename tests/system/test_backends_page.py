@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from support.processes import Gateway
 
 PAGE = (Path(__file__).resolve().parent.parent.parent / "docs" / "backends.md").read_text()
@@ -16,6 +17,7 @@ FILES = re.compile(r"^`([\w./]+)`[^\n]*:\n\n```\w+\n(.*?)```", re.MULTILINE | re
 PRINTED = re.compile(r"^prints\n\n```\n(.*?)```", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_examples_print_the_documented_output(tmp_path: Path) -> None:
     """Also through a second gateway, with the backend `remote`."""
     files = dict(FILES.findall(PAGE))

@@ -308,6 +308,7 @@ def test_calls_cancelled_at_any_time_leave_the_others_alone(gateway: Gateway) ->
 # ---- Loop
 
 
+@pytest.mark.slow
 def test_loop_runs_other_tasks_while_large_tables_are_scored(gateway: Gateway) -> None:
     """Compared with a loop that waits for the tables, which runs them once for each table."""
     count = 5

@@ -128,6 +128,7 @@ def test_suspended_gateway_is_left_until_it_runs_again(pair: list[Gateway], rows
         eventually(lambda: requests(pair[0]) > before, what="a request at the gateway")
 
 
+@pytest.mark.slow
 def test_every_request_is_answered_while_one_of_two_gateways_is_killed(
     pair: list[Gateway],
 ) -> None:
@@ -347,6 +348,7 @@ def test_streams_and_calls_move_from_a_draining_gateway(pair: list[Gateway]) -> 
     assert other.wait_idle()["lanes"]["ids/1"]["requests"] == 49 + 20
 
 
+@pytest.mark.slow
 def test_flowing_stream_moves_from_a_draining_gateway(pair: list[Gateway]) -> None:
     """Batches are on their way to the gateway when it begins to drain."""
     count = 400
@@ -515,6 +517,7 @@ def test_expired_token_is_an_error_of_stream_and_score_without_retries(
         assert not hasattr(caught.value, "__notes__")
 
 
+@pytest.mark.slow
 def test_score_of_asyncio_uses_the_current_token(both_valid: Gateway) -> None:
     login = Login()
 

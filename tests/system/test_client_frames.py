@@ -249,6 +249,7 @@ def test_client_without_shared_memory_uses_the_connection(gateway: Gateway) -> N
         assert regions(gateway) == 0
 
 
+@pytest.mark.slow
 def test_server_without_shared_memory_gets_large_batches_over_the_connection(
     tmp_path: Path,
 ) -> None:

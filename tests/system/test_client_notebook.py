@@ -27,6 +27,7 @@ def gateway(tmp_path: Path) -> Iterator[Gateway]:
 
 
 # The kernel's client leaves its sockets to the garbage collector.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 def test_notebook_runs_and_shows_the_model_and_the_results(
     gateway: Gateway, tmp_path: Path

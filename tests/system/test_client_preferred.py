@@ -128,6 +128,7 @@ def require_away_and_back(pair: Pair, load: Load) -> None:
     assert requests(pair.other) == before
 
 
+@pytest.mark.slow
 def test_no_request_is_lost_and_the_preferred_gateway_is_used_again(pair: Pair) -> None:
     probes: list[int] = []
     with Client(**pair.options) as client:
@@ -155,6 +156,7 @@ def counted(probe: Callable[..., Any], running: list[int]) -> Callable[..., Any]
     return health
 
 
+@pytest.mark.slow
 def test_no_request_of_an_async_client_is_lost(pair: Pair) -> None:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -176,6 +178,7 @@ def test_no_request_of_an_async_client_is_lost(pair: Pair) -> None:
     assert set(load.answers) == {"right"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [100, 20_000], ids=["small", "shared"])
 def test_open_stream_leaves_the_preferred_gateway_and_returns(pair: Pair, rows: int) -> None:
     """Nothing is lost or returned twice, the order is kept, and the return sends nothing again."""

@@ -40,6 +40,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(
     "is_short", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one-of-each", "all"]

@@ -105,6 +105,7 @@ def drift(gateway: Gateway, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_shifted_values_drift_and_equal_ones_do_not(tmp_path: Path) -> None:
     sections = {"drift": DRIFT | {"folder": "references"}, "workers": {"count": 1}}
     with running(tmp_path, [entry(save_model(tmp_path))], **sections) as gateway:

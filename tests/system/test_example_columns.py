@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from support import examples
 
 
+@pytest.mark.slow
 def test_lidar_scores_clouds_of_any_length(tmp_path: Path) -> None:
     """A cloud has the same scores in a batch of all buckets as alone and unpadded."""
     example = examples.module("lidar")

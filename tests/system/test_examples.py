@@ -34,6 +34,7 @@ def test_example_has_its_files_and_readme_commands(name: str) -> None:
     assert (folder / "1" / "manifest.toml").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_tabular_matches_scikit_learn(tmp_path: Path, reference: ReferenceClient) -> None:
     """The whole table over Flight, nine rows over the Open Inference Protocol."""
@@ -124,6 +125,7 @@ def test_recommendation_ranks_items_for_each_user(
     np.testing.assert_allclose(response["relevance"][1], expected[:5], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_text_embedding_matches_tokenizers(tmp_path: Path, reference: ReferenceClient) -> None:
     """The tokens are those of the `tokenizers` package, independent of the rest of the batch."""
     tokenizers = pytest.importorskip("tokenizers")

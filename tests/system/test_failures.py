@@ -425,6 +425,7 @@ def test_late_results_for_a_killed_gateway_are_discarded(tmp_path: Path) -> None
         first.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_workers_of_a_service_manager_keep_their_models_at_a_restart(
     tmp_path: Path, processes: int
@@ -496,6 +497,7 @@ def pyarrow_error_detail(address: str) -> dict[str, Any]:
         return detail
 
 
+@pytest.mark.slow
 @pytest.mark.over_zmq
 def test_gateway_accepts_manually_started_workers(tmp_path: Path) -> None:
     """With `spawn = false`, the gateway is not ready until workers attach."""
@@ -539,6 +541,7 @@ def test_gateway_accepts_manually_started_workers(tmp_path: Path) -> None:
         assert [worker.process.returncode for worker in attached] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_second_gateway_is_rejected(gateway: Gateway, tmp_path: Path) -> None:
     """A running gateway keeps its address and its runtime directory."""
     folder = tmp_path / "second"
@@ -596,6 +599,7 @@ def test_invalid_model_entry_is_a_start_error(
     assert check.returncode == 78 and words in check.stderr, check.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.over_zmq
 def test_gateway_leaks_no_descriptors_or_threads(gateway: Gateway) -> None:
     process = psutil.Process(gateway.pid)

@@ -76,6 +76,7 @@ def page(gateway: Gateway, path: str) -> str:
         return str(response.read().decode())
 
 
+@pytest.mark.slow
 def test_lost_card_takes_its_workers_out_of_service_and_returns(tmp_path: Path) -> None:
     nvml = ScriptedNvml(tmp_path, scripted_card(5))
     with with_cards(tmp_path, nvml) as gateway:

@@ -434,6 +434,7 @@ def test_idle_streams_of_many_connections_do_not_block_an_active_one(
     gateway.wait_idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [10, 5000], ids=["small", "large"])
 def test_drain_fails_calls_as_draining_or_unavailable_never_cancelled(
     tmp_path: Path, rows: int
@@ -455,6 +456,7 @@ def test_drain_fails_calls_as_draining_or_unavailable_never_cancelled(
     assert set(result["outcomes"]) <= {"OK", "UNAVAILABLE draining", "UNAVAILABLE"}
 
 
+@pytest.mark.slow
 def test_wait_for_ready_call_succeeds_when_a_server_starts(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

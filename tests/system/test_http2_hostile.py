@@ -323,6 +323,7 @@ def test_one_byte_windows_do_not_stop_other_clients(
 # Shutdown.
 
 
+@pytest.mark.slow
 def test_response_is_complete_after_sigterm(tmp_path_factory: pytest.TempPathFactory) -> None:
     """SIGTERM arrives during a large response; the client continues to read and to send PINGs."""
     folder = tmp_path_factory.mktemp("stopped")

@@ -115,6 +115,7 @@ def wide(folder: Path) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_clients_reconnect_after_a_restart(tmp_path: Path, models: list[dict[str, Any]]) -> None:
     gateway = Gateway(tmp_path, models, inferential={"address": f"tcp://127.0.0.1:{free_port()}"})
     try:
@@ -136,6 +137,7 @@ def test_clients_reconnect_after_a_restart(tmp_path: Path, models: list[dict[str
         gateway.end()
 
 
+@pytest.mark.slow
 def test_several_processes_share_the_port(tmp_path: Path, models: list[dict[str, Any]]) -> None:
     """Linux distributes the connections; the process that accepts one serves it."""
     address = f"tcp://127.0.0.1:{free_port()}"
@@ -281,6 +283,7 @@ def test_import_inferential_converts_a_configuration(
     assert 'transport = "zmq": expected a table' in result.stderr
 
 
+@pytest.mark.slow
 def test_gateway_does_not_listen_by_default_and_never_imports_zmq(
     tmp_path: Path, models: list[dict[str, Any]]
 ) -> None:

@@ -112,6 +112,7 @@ def test_late_result_is_not_sent_for_a_later_observation(
             assert result is not None and result["y"] == 3 * number + 1
 
 
+@pytest.mark.slow
 def test_expired_observation_leaves_the_window_before_an_older_one(tmp_path: Path) -> None:
     """Each model has its own worker; the older observation has the later deadline."""
     path = str(row_ids(tmp_path / "ids"))
@@ -138,6 +139,7 @@ def test_expired_observation_leaves_the_window_before_an_older_one(tmp_path: Pat
         assert result is not None and result["y"] == 13
 
 
+@pytest.mark.slow
 def test_unsent_error_replies_leave_the_queue_when_the_result_before_them_expires(
     tmp_path: Path,
 ) -> None:

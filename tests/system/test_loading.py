@@ -135,6 +135,7 @@ def test_sample_that_does_not_match_the_model_is_a_load_error(
     assert code == 78 and text in output
 
 
+@pytest.mark.slow
 def test_public_key_requires_signed_manifests_and_pinned_files(tmp_path: Path) -> None:
     ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
     key = ed25519.Ed25519PrivateKey.generate()

@@ -170,6 +170,7 @@ def test_command_explains_events() -> None:
     assert done.returncode == 2 and "similar: worker_hung" in done.stderr
 
 
+@pytest.mark.slow
 def test_command_explains_every_line_of_a_text_log(tmp_path: Path) -> None:
     served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids"))}]
     with running(tmp_path, served) as gateway:

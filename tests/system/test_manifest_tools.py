@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from onnx import TensorProto, helper
 from support import models
 from support.processes import BIN, render_config, running
@@ -25,6 +26,7 @@ def iskander(*arguments: object) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_sample_is_checked_and_a_manifest_generated_from_it(tmp_path: Path) -> None:
     """A table of other types fails the check; the generated manifest makes the table valid."""
     folder = models.save(

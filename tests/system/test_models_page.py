@@ -34,6 +34,7 @@ def run(*command: str, cwd: Path) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heading", TRAINED)
 def test_commands_of_the_page_serve_a_model(heading: str, tmp_path: Path) -> None:
     train = block(heading, "python")

@@ -459,6 +459,7 @@ def send_one_by_one(gateway: Gateway, reference: ReferenceClient, priorities: li
         reference.send("next")
 
 
+@pytest.mark.slow
 def test_urgent_requests_run_first(tmp_path: Path, reference: ReferenceClient) -> None:
     """The first two requests use the worker's credits, and all others queue.
 

@@ -295,6 +295,7 @@ def test_model_results_equal_flight(
     assert response.as_numpy("score").tobytes() == scored["score"].to_numpy().tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 def test_large_requests_with_and_without_compression(
     client: triton.InferenceServerClient, compression: str | None
@@ -739,6 +740,7 @@ def test_drain_answers_admitted_requests_and_rejects_new_ones(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.slow
 def test_several_processes_share_the_port(tmp_path: Path) -> None:
     served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids"))}]
     with running(
@@ -774,6 +776,7 @@ def test_port_in_use_is_a_startup_error(tmp_path: Path) -> None:
     assert "Traceback" not in gateway.text()
 
 
+@pytest.mark.slow
 def test_gateway_does_not_listen_without_an_address(tmp_path: Path) -> None:
     served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids"))}]
     with running(tmp_path, served, workers=dict(ONE)) as gateway:

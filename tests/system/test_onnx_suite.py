@@ -33,6 +33,7 @@ def verdicts_of(cases: Iterable[Case]) -> list[Verdict]:
     return verdicts
 
 
+@pytest.mark.slow
 def test_selection() -> None:
     """Results alone and at once, and reasons of refused models."""
     verdicts = verdicts_of(suite(("node", "pytorch-converted", "pytorch-operator"), WORDS))

@@ -46,6 +46,7 @@ def check(gateway: Gateway) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @SEVERAL
 def test_check_prints_the_placement_that_workers_have(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path)) as gateway:
@@ -128,6 +129,7 @@ def test_several_gateway_processes_share_dedicated_workers(tmp_path: Path) -> No
             assert are_served(gateway)
 
 
+@pytest.mark.slow
 def test_manually_started_worker_gets_a_slot_of_its_pool(tmp_path: Path) -> None:
     """A shared worker does not get the slot of a dedicated worker."""
     with running(tmp_path, served(tmp_path), workers={"spawn": False}) as gateway:

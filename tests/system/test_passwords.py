@@ -84,6 +84,7 @@ def test_grpc_and_http_clients(gateway: Gateway) -> None:
         assert caught.value.code == 401
 
 
+@pytest.mark.slow
 def test_flood_of_wrong_passwords_does_not_stop_the_service(gateway: Gateway) -> None:
     """Calls with a token, and with a verified password, are answered meanwhile."""
     url = f"http://{gateway.stats()['http_address']}/v2/models/ids"

@@ -108,6 +108,7 @@ def page(gateway: Gateway, path: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_connections_are_distributed_and_each_client_gets_its_own_results(
     tmp_path: Path, count: int
@@ -346,6 +347,7 @@ def test_failed_restart_of_one_process_does_not_affect_the_others(pair: Gateway)
     assert worker_pid(pair) == worker
 
 
+@pytest.mark.slow
 def test_rolling_restart_is_rejected_if_the_file_needs_a_full_restart(pair: Gateway) -> None:
     before = pid_of(pair, 1)
     text = pair.config.read_text()
@@ -359,6 +361,7 @@ def test_rolling_restart_is_rejected_if_the_file_needs_a_full_restart(pair: Gate
     assert pid_of(pair, 1) == before
 
 
+@pytest.mark.slow
 def test_replaced_process_keeps_the_original_configuration(pair: Gateway) -> None:
     worker, before = worker_pid(pair), pid_of(pair, 0)
     text = pair.config.read_text()
@@ -416,6 +419,7 @@ def test_recycled_worker_leaves_both_processes(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_worker_of_a_service_manager_serves_all_processes(tmp_path: Path) -> None:
     with gateways(tmp_path, 2, workers={"spawn": False}) as gateway:
         assert page(gateway, "/readyz")[0] == 503

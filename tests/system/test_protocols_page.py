@@ -104,6 +104,7 @@ def test_every_client_has_a_snippet() -> None:
     assert [mark for mark in CLIENTS if not any(mark in each for each in code)] == []
 
 
+@pytest.mark.slow
 def test_program_that_embeds_the_gateway_serves_and_prints_measurements(
     tmp_path: Path,
 ) -> None:

@@ -96,6 +96,7 @@ def test_concurrent_first_decoding_does_not_crash() -> None:
     assert [each.wait(60) for each in processes] == [0] * len(processes)
 
 
+@pytest.mark.long
 def test_process_exit_after_decoding_every_type_succeeds() -> None:
     """The debug allocator overwrites freed memory, which exposes invalid references."""
     environment = {**os.environ, "PYTHONMALLOC": "debug"}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_examples import up_to
 
 from iskander.arrow.casts import ValueLocation, Values, cast, rescale
 from iskander.errors import ContractError
@@ -43,7 +44,7 @@ def cast_or_none(values: Values, expected: str) -> list[Any] | None:
 
 
 @given(st.data(), st.sampled_from(INTEGERS), st.sampled_from(INTEGERS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=up_to(60), deadline=None)
 def test_integer_casts_keep_the_values_or_are_rejected(data: Any, source: str, target: str) -> None:
     numbers = data.draw(st.lists(numbers_near_limits(source), min_size=1, max_size=5))
     low, high = limits_of(target)
@@ -52,7 +53,7 @@ def test_integer_casts_keep_the_values_or_are_rejected(data: Any, source: str, t
 
 
 @given(st.data(), st.sampled_from(INTEGERS), st.sampled_from(sorted(EXACT)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=up_to(60), deadline=None)
 def test_integer_to_float_casts_are_exact_or_rejected(data: Any, source: str, target: str) -> None:
     numbers = data.draw(st.lists(numbers_near_limits(source), min_size=1, max_size=5))
     with np.errstate(over="ignore"):
@@ -65,7 +66,7 @@ def test_integer_to_float_casts_are_exact_or_rejected(data: Any, source: str, ta
     st.lists(st.floats() | st.integers(-(2**65), 2**65).map(float), min_size=1, max_size=5),
     st.sampled_from(INTEGERS),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=up_to(60), deadline=None)
 def test_float_to_integer_casts_are_exact_or_rejected(numbers: list[float], target: str) -> None:
     low, high = limits_of(target)
     fits = all(
@@ -91,7 +92,7 @@ def test_infinite_and_nan_floats_are_not_cast_to_integers(
     st.sampled_from([1, 10, 1000, 3600 * 10**9]),
     st.sampled_from([1, 10, 24, 86_400 * 10**9]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=up_to(60), deadline=None)
 def test_rescale_is_exact_or_rejected(numbers: list[int], multiply: int, divide: int) -> None:
     values = Values(np.array(numbers, np.int64))
     exact = [Fraction(number) * multiply / divide for number in numbers]
@@ -106,7 +107,7 @@ def test_rescale_is_exact_or_rejected(numbers: list[int], multiply: int, divide:
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=up_to(60), deadline=None)
 def test_cast_to_bfloat16_rounds_to_the_nearest_value(numbers: list[float]) -> None:
     """The reference is the conversion by the ONNX helper."""
     from onnx import TensorProto, helper

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.random_examples import up_to
 
 from iskander.arrow import ipc
 from iskander.arrow.types import BFloat16, Extent, as_tensor, extent, levels, plain_of, to_arrow
@@ -311,7 +312,7 @@ def mutated(draw: st.DrawFn, headers: list[bytes]) -> bytes:
     return bytes(header[: draw(st.just(len(header)) | st.integers(0, len(header)))])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=up_to(300))
 @example(b"")
 @example(b"\x00" * 4)
 @example(b"\xff" * 64)
@@ -321,7 +322,7 @@ def test_random_bytes_raise_only_malformed_input(header: bytes) -> None:
         read_all(header)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=up_to(500))
 @given(mutated(HEADERS))
 def test_mutated_headers_are_read_or_malformed(header: bytes) -> None:
     with contextlib.suppress(MalformedInput):

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_examples import up_to
 
 from iskander.arrow import ipc
 from iskander.arrow.layout import column_with_empty_union
@@ -215,7 +216,7 @@ def test_fields_that_are_used_several_times_count_each_time() -> None:
         require(header)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=up_to(300))
 @given(st.binary(max_size=300) | st.integers(0, 3000), st.integers(0, 255))
 def test_changed_header_raises_only_expected_errors(found: bytes | int, value: int) -> None:
     if isinstance(found, bytes):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 {first}
@@ -18,6 +20,7 @@ assert pandas.DataFrame
 KEEP_OUT = "from iskander.arrow.without_pandas import keep_pandas_out; keep_pandas_out()"
 
 
+@pytest.mark.long
 def test_conversions_do_not_import_pandas() -> None:
     """Code of users can import it later; without the call the first conversion imports it."""
     for first, is_loaded in ((KEEP_OUT, False), ("", True)):

@@ -77,6 +77,7 @@ class Late:
     assert CLIENT.imports("source.py", includes_late=True) == {*at_import, "csv"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("platform", client_copy.PLATFORMS)
 def test_copy_of_the_files_is_imported_without_server_libraries(
     tmp_path: Path, platform: str

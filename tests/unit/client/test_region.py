@@ -330,6 +330,7 @@ def test_connections_without_a_greeting_do_not_lock_out_others(tmp_path: Path) -
         Region(path, KIB, TIMEOUT_S).close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "frame",
     [b"nonsense", b"\x80", encode({"bytes": "much"}), encode({"bytes": 1, "name": "/etc/passwd"})],

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.codecs import decode
+from support.random_examples import up_to
 
 from iskander.arrow import ipc
 from iskander.arrow.request_schema import request_schema
@@ -573,7 +574,7 @@ def test_input_column_can_be_passed_through() -> None:
     kind=st.sampled_from(LISTS),
     cut=st.integers(0, 3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=up_to(150), deadline=None)
 def test_lengths_recover_the_ragged_rows(
     rows: Any, most: int, truncate: Any, kind: Any, cut: int
 ) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.random_examples import up_to
 
 from iskander.contract.column_types import (
     NOT_IN_TENSORS,
@@ -565,7 +566,7 @@ def contracts(draw: st.DrawFn) -> tuple[Contract, Graph]:
     return contract, Graph(tuple(tensors[:split]), tuple(tensors[split:]))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=up_to(200))
 @given(contracts())
 def test_rendered_manifest_compiles_to_the_same_contract(example: tuple[Contract, Graph]) -> None:
     contract, source = example
@@ -675,7 +676,7 @@ SPECS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=up_to(200))
 @given(st.lists(SPECS, max_size=12).map(tuple), st.integers(0, 5000))
 def test_columns_of_a_body_are_aligned_and_do_not_overlap(
     specs: tuple[TensorSpec, ...], rows: int

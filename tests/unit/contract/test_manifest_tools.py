@@ -43,6 +43,7 @@ def test_every_manifest_key_has_a_type_and_a_sentence(table: str) -> None:
     assert keys and all(key.type and key.sentence.endswith(".") for key in keys), keys
 
 
+@pytest.mark.long
 def test_json_schema_matches_the_manifest_decoder() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     schema = manifest_schema()

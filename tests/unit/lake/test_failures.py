@@ -35,6 +35,7 @@ def write(folder: Path, format: str, index: int) -> None:
             writer.write_table(table, max_chunksize=30)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unit_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("format", ["parquet", "csv", "arrow"])
 @pytest.mark.parametrize("text", [None, "n > 150 and file in [1, 2]", "n > 250 or n < 3"])

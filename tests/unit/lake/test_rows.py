@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_examples import up_to
 from support.scoring_sinks import a_plan
 
 from iskander.errors import (
@@ -61,7 +62,7 @@ class Server:
         return pa.record_batch([pa.array(values, pa.float32())], schema=RESULTS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=up_to(200), deadline=None)
 @given(st.integers(2, 200).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
 def test_exactly_the_bad_rows_are_found_with_few_calls(case: tuple[int, set[int]]) -> None:
     count, bad = case

@@ -65,6 +65,7 @@ def test_sorted_rows_are_in_order_across_files(tmp_path: Path) -> None:
     assert scores == sorted(ALL.column("score").to_pylist())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

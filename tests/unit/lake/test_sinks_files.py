@@ -68,6 +68,7 @@ def visible(folder: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_equal_rows_give_equal_bytes_however_they_are_cut(tmp_path: Path, case: str) -> None:
     name, options = CASES[case]
@@ -81,6 +82,7 @@ def test_equal_rows_give_equal_bytes_however_they_are_cut(tmp_path: Path, case: 
     assert len(results[0]) >= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -206,6 +208,7 @@ def test_partitions_are_hive_folders_with_quoted_values(tmp_path: Path) -> None:
     assert one.read().column("id").to_pylist() == sorted(one.read().column("id").to_pylist())
 
 
+@pytest.mark.long
 def test_partitions_beyond_the_open_files_and_the_buffer_are_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +274,7 @@ def test_sorted_output_has_a_total_order_across_files(tmp_path: Path) -> None:
     assert [each.column_index for each in sorting_columns] == [1, 2]
 
 
+@pytest.mark.long
 def test_sort_beyond_its_memory_uses_temporary_files(tmp_path: Path) -> None:
     """400,000 rows of 1 kB in 200 MiB."""
     count, rows = 40, 10_000
@@ -549,6 +553,7 @@ except OutputError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options", "limit"),
     [
@@ -706,6 +711,7 @@ def objects(sink: FileSink) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"partition_by": ("day",)}, {"sort_by": ("score",)}])
 def test_object_store_gets_the_files_of_a_folder(
     tmp_path: Path,
@@ -728,6 +734,7 @@ def test_object_store_gets_the_files_of_a_folder(
         open_sink(job).prepare(a_plan(), SCHEMA, is_resumed=False)
 
 
+@pytest.mark.long
 def test_object_store_gets_one_file(tmp_path: Path, bucket: tuple[str, str]) -> None:
     run(a_job(tmp_path / "out.parquet", tmp_path / "s"), a_plan())
     job = a_job(f"{bucket[0]}/one/out.parquet?{bucket[1]}", tmp_path / "s")
@@ -738,6 +745,7 @@ def test_object_store_gets_one_file(tmp_path: Path, bucket: tuple[str, str]) -> 
     assert sink._storage.names(sink._path.rpartition("/")[0]) == ["out.parquet"]
 
 
+@pytest.mark.long
 def test_abort_in_an_object_store_leaves_nothing_for_the_next_job(
     tmp_path: Path, bucket: tuple[str, str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_sorted_rows_are_in_order_across_files(tmp_path: Path, catalog: SqlCatal
     assert rows(catalog).equals(ALL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_examples import up_to
 
 from iskander.errors import FilterError, SourceChanged, SourceError, Unsupported
 from iskander.lake.filters import parse_filter
@@ -436,7 +437,7 @@ CONDITIONS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=up_to(150), deadline=None)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=6), CONDITIONS)
 def test_row_groups_that_are_left_out_have_no_row_of_the_filter(
     values: list[tuple[float | None, float | None]], filter: str
@@ -537,6 +538,7 @@ def test_snapshot_changes_with_a_file(tmp_path: Path) -> None:
     assert before.units()[0].name != after.units()[0].name
 
 
+@pytest.mark.long
 def test_ten_thousand_files_open_each_file_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_examples import up_to
 
 from iskander.errors import SourceError
 from iskander.lake.sources import reading as reading_module
@@ -238,7 +239,7 @@ TEXTS = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=up_to(300))
 @given(
     st.lists(TEXTS, min_size=1, max_size=6)
     | TEXTS.flatmap(lambda text: st.lists(st.sampled_from([text, "", "1"]), min_size=1, max_size=6))

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pytest
 
 from iskander.config.drift import DriftConfig, ModelDriftConfig
 from iskander.config.models import ModelConfig
@@ -166,6 +167,7 @@ def test_worst_columns_of_all_models_are_listed() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_largest_report_fits_in_a_frame(tmp_path: Path) -> None:
     """Names and labels of any length, and the most models and columns."""
     config = msgspec.structs.replace(CONFIG, columns_listed=100)

@@ -19,6 +19,7 @@ VERDICTS = {"constant": "undecided", "unrepeatable": "undecided"}
 """Verdicts of graphs whose results show nothing about other rows."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("graph", generated(), ids=lambda graph: graph.name)
 def test_verdict(graph: Generated, tmp_path: Path) -> None:
     """No dependent graph is measured as independent, and no independent one as dependent."""

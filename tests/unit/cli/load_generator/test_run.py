@@ -68,6 +68,7 @@ def test_requests_without_an_answer_are_counted(monkeypatch: pytest.MonkeyPatch)
     assert found.completed == 0 and 38 <= found.unanswered <= found.requests == 40
 
 
+@pytest.mark.long
 def test_a_slow_server_delays_all_later_requests() -> None:
     """Each call takes 50 ms, and one is due every 10 ms for the only client."""
     found, _ = measured(lambda closed: closed.wait(0.05), Load(1, 100.0, "constant"))

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.codecs import decode
 from support.lanes import CONTRACT, lane_of, request_of
+from support.random_examples import up_to
 
 from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import parse_column_type
@@ -91,7 +92,7 @@ def test_each_bucket_has_its_own_contract() -> None:
 
 
 @given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=up_to(150), deadline=None)
 def test_each_row_is_in_the_smallest_fitting_bucket(lengths: list[int]) -> None:
     contract = bucketed()
     rows = [[100 * row + at for at in range(length)] for row, length in enumerate(lengths)]
@@ -200,7 +201,7 @@ def body_of(places: np.ndarray) -> memoryview:
 
 
 @given(numbers=st.lists(st.integers(0, 3), min_size=1, max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=up_to(60), deadline=None)
 def test_merged_results_are_in_row_order(numbers: list[int]) -> None:
     """Merged results of the portions equal the results of the unsplit batch."""
     groups = np.array(numbers)
@@ -278,7 +279,7 @@ def test_portion_admitted_after_its_batch_failed_releases_its_memory() -> None:
 
 
 @given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=20))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=up_to(30), deadline=None)
 def test_rows_that_depend_on_each_other_share_the_largest_bucket_of_any(lengths: list[int]) -> None:
     lists = pa.array([[1] * length for length in lengths], pa.list_(pa.int64()))
     rows = pa.array(range(len(lengths)))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_examples import up_to
 
 from iskander.contract.column_types import ColumnType
 from iskander.contract.dtypes import DTYPES
@@ -44,7 +45,7 @@ def row_mask(specs: tuple[TensorSpec, ...], rows: int) -> Any:
     return mask
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=up_to(300))
 @given(st.data(), SPECS, st.integers(1, 40), st.integers(1, 40))
 def test_copy_changes_only_the_target_rows(
     data: st.DataObject, specs: tuple[TensorSpec, ...], source_rows: int, target_rows: int
@@ -77,7 +78,7 @@ def test_copy_changes_only_the_target_rows(
     assert source == source_before
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=up_to(150))
 @given(SPECS, st.integers(1, 40))
 def test_padding_is_cleared_and_no_value_changes(specs: tuple[TensorSpec, ...], rows: int) -> None:
     body = random_body(specs, rows, 5)
@@ -89,7 +90,7 @@ def test_padding_is_cleared_and_no_value_changes(specs: tuple[TensorSpec, ...], 
     assert np.array_equal(after, before * row_mask(specs, rows))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=up_to(150))
 @given(SPECS, st.integers(1, 20), st.integers(0, 20))
 def test_repeat_last_fills_the_body_with_its_last_row(
     specs: tuple[TensorSpec, ...], rows: int, more: int

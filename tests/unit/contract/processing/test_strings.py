@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.input_arena import EntryArena, NullCaller, admit, in_loop
 from support.lanes import lane_of
+from support.random_examples import up_to
 
 from iskander.arrow.types import input_schema
 from iskander.arrow.utf8 import require_strings
@@ -73,7 +74,7 @@ def body_of(specs: tuple[TensorSpec, ...], values: list[Column], skipped: bytes 
     return bytes(body)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=up_to(300))
 @given(st.data(), SPECS, st.lists(st.integers(1, 9), min_size=1, max_size=4), st.binary(max_size=3))
 def test_rows_of_several_bodies_are_joined(
     data: st.DataObject, specs: tuple[TensorSpec, ...], sizes: list[int], skipped: bytes

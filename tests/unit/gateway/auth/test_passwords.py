@@ -83,6 +83,7 @@ def test_expensive_and_other_hashes_are_rejected(
         read_tokens(path)
 
 
+@pytest.mark.long
 @given(st.text(), st.text(min_size=1))
 def test_session_token_stands_for_its_credentials(user: str, password: str) -> None:
     user = user.replace(":", "").encode("utf-8", "replace").decode()

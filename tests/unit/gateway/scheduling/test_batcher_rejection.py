@@ -9,6 +9,7 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from support.batches import FAR, NOW, formed, queue_of, rows_of, span_ns, waiting
 from support.lanes import MS, cost_of
+from support.random_examples import up_to
 
 from iskander.gateway.scheduling.lanes.batcher import EXAMINED_MAX, Reason, Rules, form
 from iskander.gateway.scheduling.request import NEVER_NS, PRIORITY_MAX, Request
@@ -190,7 +191,7 @@ REQUEST = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=up_to(500))
 @example([(1, 0, 1)] + [(1, 900_000, 1)] * 3, 8)
 @example([(1, 0, 1), (2, 20_000, 1)] + [(1, 1_500_000, 1)] * 5, 8)
 @given(st.lists(REQUEST, min_size=2, max_size=9), st.sampled_from([6, 16, 32]))

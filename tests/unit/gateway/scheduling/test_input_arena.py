@@ -23,6 +23,7 @@ from support.input_arena import (
     request_of,
     turns,
 )
+from support.random_examples import up_to
 
 from iskander.arrow.types import input_schema
 from iskander.config.schema import LimitsConfig
@@ -167,7 +168,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=up_to(150))
 @given(STEPS)
 def test_no_order_of_events_leaks_arena_space(steps: list[tuple[str, int]]) -> None:
     """Submissions, cancellations and releases, in one loop iteration or in several."""

@@ -46,6 +46,7 @@ def shares(
     return {key: time / sum(run_time.values()) for key, time in run_time.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("costs_ms", [(1, 1), (1, 7), (5, 1)])
 def test_time_is_shared_by_weight(workers: int, costs_ms: tuple[int, int]) -> None:

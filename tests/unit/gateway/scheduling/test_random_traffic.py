@@ -12,6 +12,7 @@ import random
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.lanes import CONTRACT, MS, RecordingCaller, lane_of
@@ -204,6 +205,7 @@ class Traffic:
 
 
 # No shrinking: a smaller seed is not a simpler example.
+@pytest.mark.long
 @settings(
     deadline=None,
     max_examples=EXAMPLES,

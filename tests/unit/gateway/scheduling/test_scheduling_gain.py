@@ -45,6 +45,7 @@ def after_warm_up(world: Any) -> list[Any]:
     return [o for o in world.outcomes if o.arrival.at_ns >= world.began_ns + WARM_UP_NS]
 
 
+@pytest.mark.long
 def test_deadline_aware_misses_fewer_deadlines_than_fifo(worlds: dict[str, Any]) -> None:
     assert missed(worlds["deadline_aware"]) < missed(worlds["fifo"])
     assert missed(worlds["held"]) < missed(worlds["fifo"])

@@ -576,6 +576,7 @@ def latencies(share: float, run_ns: int, requests: int = 2000) -> list[int]:
         return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run_ns", [MS // 10, MS, 20 * MS])
 def test_99th_percentile_of_the_served_version_hardly_moves(run_ns: int) -> None:
     """At half load, with a share of 1; without the rules, it is 1.4 times as high."""

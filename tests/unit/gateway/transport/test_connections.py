@@ -577,6 +577,7 @@ uvloop.run(main())
 """
 
 
+@pytest.mark.long
 def test_process_without_free_descriptors_rejects_connections_and_recovers() -> None:
     folder = os.path.dirname(__file__)
     process = subprocess.run(

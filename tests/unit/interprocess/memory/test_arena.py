@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     multiple,
     rule,
 )
+from support.random_examples import up_to
 
 from iskander.errors import SegmentError
 from iskander.interprocess.memory.arena import GRAIN_BYTES, Arena, Lease
@@ -104,7 +105,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArenaMachine = ArenaMachine.TestCase
-TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestArenaMachine.settings = settings(max_examples=up_to(60), stateful_step_count=40, deadline=None)
 
 
 def new_lease(arena: Arena, length_bytes: int = GRAIN_BYTES) -> Lease:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from iskander_worker.batches import postprocess
 from iskander_worker.batches.postprocess import PostProcessor
+from support.random_examples import up_to
 
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.outputs import OutputColumn, Quantization, Source, Step
@@ -113,7 +114,7 @@ def test_nan_is_the_smallest_value() -> None:
 
 
 @given(FLOATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=up_to(40), deadline=None)
 def test_results_match_scipy(rows: np.ndarray) -> None:
     special = pytest.importorskip("scipy.special")
     with np.errstate(all="ignore"):
@@ -125,7 +126,7 @@ def test_results_match_scipy(rows: np.ndarray) -> None:
 
 
 @given(FLOATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=up_to(60), deadline=None)
 def test_rows_are_independent(rows: np.ndarray) -> None:
     """A batch has the same results as its rows in single batches."""
     entries = (

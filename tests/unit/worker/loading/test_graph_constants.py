@@ -68,6 +68,7 @@ def test_words_of_a_large_tensor(tmp_path: Path) -> None:
     assert tuple(found.words) == tuple(words)
 
 
+@pytest.mark.long
 def test_absent_and_malformed_files(tmp_path: Path) -> None:
     """Nothing is found, and divisions are assumed; no bytes raise an error."""
     (tmp_path / "empty").touch()

@@ -9,6 +9,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.random_examples import up_to
 
 from iskander.errors import MalformedInput
 from iskander.gateway.protocols.flight.data import data_head, read_flight_data, schema_frame
@@ -142,7 +143,7 @@ def test_truncated_message_is_rejected_or_ends_at_a_field() -> None:
             assert bytes(cut.body) in (b"", bytes(whole.body))
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=up_to(500))
 @example(b"")
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_only_malformed_input(raw: bytes) -> None:
@@ -151,7 +152,7 @@ def test_random_bytes_raise_only_malformed_input(raw: bytes) -> None:
         assert len(data.header) + len(data.body) + len(data.app_metadata) <= len(raw)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=up_to(300))
 @given(st.lists(st.tuples(st.integers(0, len(MESSAGE) - 1), st.integers(0, 255)), max_size=4))
 def test_mutated_messages_are_malformed_or_read(changes: list[tuple[int, int]]) -> None:
     raw = bytearray(MESSAGE)

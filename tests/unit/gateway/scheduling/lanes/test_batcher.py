@@ -20,6 +20,7 @@ from support.batches import (
     waiting,
 )
 from support.lanes import MS, cost_of
+from support.random_examples import up_to
 
 from iskander.config.models import LaneConfig
 from iskander.contract.processing.row_relation import RowRelation
@@ -67,7 +68,7 @@ EXPECTED = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=up_to(400))
 @given(
     st.lists(WAITING, min_size=1, max_size=12),
     RULES,

@@ -77,6 +77,7 @@ def test_backlog_delays_only_its_own_source() -> None:
     assert queue.rows_until(late) == 0
 
 
+@pytest.mark.long
 def test_single_request_waits_for_little_of_many_backlogs() -> None:
     """Ten sources have a hundred large requests each; it does not wait for one of each."""
     queue = Queue(quantum_rows=64)

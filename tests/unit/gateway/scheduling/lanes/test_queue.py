@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.lanes import lane_of, request_of
+from support.random_examples import up_to
 
 from iskander.gateway.scheduling.lanes.queue import WaitingQueue
 from iskander.gateway.scheduling.request import NEVER_NS, Request
@@ -128,7 +129,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueueMachine.settings = settings(max_examples=up_to(60), stateful_step_count=40, deadline=None)
 
 
 def test_request_leaves_with_its_last_rows() -> None:

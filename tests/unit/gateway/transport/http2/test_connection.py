@@ -38,6 +38,7 @@ from support.http2_calls import (
     wait,
 )
 from support.input_arena import in_loop, turns
+from support.random_examples import up_to
 
 from iskander.foundation.clock import NS_PER_S, now_ns
 from iskander.gateway.transport.connection_listener import SCRATCH_BYTES
@@ -171,7 +172,7 @@ def test_messages_cut_at_every_boundary() -> None:
 SIZES = st.one_of(st.integers(0, 20), st.integers(0, 3000), st.sampled_from([65_536, 300_000]))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=up_to(30), deadline=None)
 @given(
     sizes=st.lists(SIZES, max_size=6),
     frame_sizes=st.lists(st.integers(0, 70_000) | st.integers(0, 12), min_size=1, max_size=8),

@@ -19,6 +19,7 @@ from support.flight_streams import (
     output_of,
     x_of,
 )
+from support.random_examples import up_to
 
 from iskander.errors import ContractError, LimitExceeded, MalformedInput
 from iskander.gateway.protocols.flight.data import read_flight_data
@@ -70,7 +71,7 @@ def malformed_streams(draw: st.DrawFn) -> list[tuple[bytes, bytes]]:
     return stream
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=up_to(500))
 @given(malformed_streams())
 def test_malformed_stream_is_rejected_or_answered(
     stream_messages: list[tuple[bytes, bytes]],
@@ -88,7 +89,7 @@ def test_malformed_stream_is_rejected_or_answered(
                 assert len(read_flight_data(frame).header)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=up_to(300))
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_random_messages_raise_only_expected_errors(header: bytes, body: bytes) -> None:
     stream = Stream(contract_of(), FORGED_SCHEMA)

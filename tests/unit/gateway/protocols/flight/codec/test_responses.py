@@ -26,6 +26,7 @@ from support.flight_streams import (
     tensor_of,
     x_of,
 )
+from support.random_examples import up_to
 
 from iskander.arrow import ipc
 from iskander.contract.column_types import ColumnType
@@ -243,7 +244,7 @@ def test_responses_of_many_lengths_are_correct() -> None:
     assert [response.columns for response in responses] == [results_of(b.num_rows) for b in batches]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=up_to(60))
 @given(st.data())
 def test_any_passthrough_columns_are_returned_unchanged(data: st.DataObject) -> None:
     """Columns of any kind and order, sliced, compressed or not."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.codecs import decode
+from support.random_examples import up_to
 
 from iskander.arrow import ipc
 from iskander.arrow.types import output_schema
@@ -79,7 +80,7 @@ def body_of(specs: tuple[TensorSpec, ...], *columns: Any) -> bytes:
 
 
 @given(st.integers(1, 9), st.integers(0, 1000))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=up_to(30))
 def test_nested_values_belong_to_their_row(rows: int, first: int) -> None:
     """Lists of structs with nested lists, together with a passthrough column."""
     numbers = np.arange(first, first + rows)
@@ -98,7 +99,7 @@ def test_nested_values_belong_to_their_row(rows: int, first: int) -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=up_to(30))
 def test_list_has_the_declared_number_of_entries(lengths: list[int]) -> None:
     parts = (spec("made", "fixed_size_list<fixed_size_list<int64>[2]>[3]"), spec("n", "int32"))
     column = ResultColumn("made", "list<fixed_size_list<int64>[2]>", (0, 1), "")
