@@ -9,16 +9,14 @@ Runs on: gateway loop, and the parent's loop.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from iskander.config.schema import Config
 from iskander.gateway.auth.grants import Authenticator
+from iskander.gateway.event_stream.endpoint import EventEndpoint
+from iskander.gateway.event_stream.parent_link import ParentLink, ParentListener
+from iskander.gateway.event_stream.publisher import Publisher
 from iskander.interprocess.control.runtime_directory import Member
-
-if TYPE_CHECKING:
-    from iskander.gateway.event_stream.endpoint import EventEndpoint
-    from iskander.gateway.event_stream.parent_link import ParentLink, ParentListener
-    from iskander.gateway.event_stream.publisher import Publisher
 
 
 class EventStream:
@@ -29,22 +27,16 @@ class EventStream:
     """
 
     def __init__(self, config: Config, process: int | None = None) -> None:
-        self.publisher: Publisher | None = None
+        self.publisher = Publisher(config.events, process) if config.events.enabled else None
         self._config = config.events
         self._scheme = "https" if config.admin.tls else "http"
         self._link: ParentLink | None = None
         self._listener: ParentListener | None = None
-        if config.events.enabled:
-            from iskander.gateway.event_stream.publisher import Publisher
-
-            self.publisher = Publisher(config.events, process)
 
     def endpoint(self, authenticator: Authenticator) -> EventEndpoint | None:
         """Return the application for the admin port; None if disabled."""
         if self.publisher is None:
             return None
-        from iskander.gateway.event_stream.endpoint import EventEndpoint
-
         return EventEndpoint(self.publisher, self._config, authenticator)
 
     def start(self, member: Member, runtime: Path, admin_address: str) -> None:
@@ -52,8 +44,6 @@ class EventStream:
         if self.publisher is None:
             return
         if member.peers:
-            from iskander.gateway.event_stream.parent_link import ParentLink
-
             self._link = ParentLink(self.publisher, member.number, runtime.parent)
         else:
             self.publisher.address = self._url(admin_address)
@@ -63,8 +53,6 @@ class EventStream:
         """Start to publish in a parent, and to receive the events of its processes."""
         if self.publisher is None:
             return
-        from iskander.gateway.event_stream.parent_link import ParentListener
-
         self._listener = ParentListener(self.publisher, runtime, self._url(admin_address))
         await self._listener.start()
         self.publisher.start()

@@ -236,17 +236,16 @@ class Parent:
             if self._config.admin.page:
                 self._events.start()
                 status = MergedStatus(self.processes, self.reasons, self._events).read
-            access = self._config.access
             if self._config.events.enabled:
                 self._audit.start()
-                self._access = Authenticator(access, lambda: None, audit=self._audit)
+                self._access = Authenticator(self._config.access, lambda: None, audit=self._audit)
                 self._access.start()
             self._admin = AdminServer(
                 address,
                 self.reasons,
                 page,
                 read_status=status,
-                access=access,
+                config=self._config,
                 tls=self._tls.context(HTTP1) if self._config.admin.tls else None,
                 events=None if self._access is None else self._stream.endpoint(self._access),
             )

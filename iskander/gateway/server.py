@@ -255,7 +255,7 @@ class Server:
                 render,
                 limits,
                 status,
-                access=config.access,
+                config=config,
                 tls=self._tls.context(HTTP1) if config.admin.tls else None,
                 events=events,
             )

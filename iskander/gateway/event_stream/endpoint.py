@@ -9,11 +9,10 @@ Runs on: gateway loop, and the parent's loop. Source: WHATWG HTML, section 9.2 "
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from iskander.config.events import EventsConfig
 from iskander.errors import IskanderError, MalformedInput, Overloaded, Unauthenticated
@@ -28,6 +27,9 @@ from iskander.gateway.event_stream.messages import (
     format_heartbeat,
 )
 from iskander.gateway.event_stream.publisher import Publisher
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 TOPICS_MAX: Final = 256
 TOPIC: Final = "topic"

@@ -21,7 +21,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from iskander.config.auth import AccessConfig
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
 from iskander.foundation.clock import NS_PER_MS, now_ns
@@ -74,11 +73,11 @@ class EventApp(Protocol):
 
 
 class AdminServer:
-    """The HTTP server; without `limits` it has connection limits of its own.
+    """The HTTP server; without `limits` it has connection limits of its own, from `config`.
 
     `reasons` returns why the gateway is not ready; `render` the page for Prometheus, given whether
-    it is OpenMetrics; `read_status` the content of the page, None for no page; `access` has the
-    hosts and origins that may read them; `events` answers `/events`.
+    it is OpenMetrics; `read_status` the content of the page, None for no page; `events` answers
+    `/events`; `config` has the hosts and origins that may read them.
     """
 
     def __init__(
@@ -89,12 +88,13 @@ class AdminServer:
         limits: ConnectionLimits | None = None,
         read_status: Callable[[], Awaitable[Status]] | None = None,
         *,
-        access: AccessConfig | None = None,
+        config: Config | None = None,
         tls: ContextSource | None = None,
         events: EventApp | None = None,
     ) -> None:
         self._address, self._limits = address, limits
-        self._sites = SitePolicy(access or AccessConfig(), address, probes=PROBES)
+        self._config = config or Config()
+        self._sites = SitePolicy(self._config.access, address, probes=PROBES)
         self._reasons, self._render, self._read_status = reasons, render, read_status
         self._tls = tls
         self._events = events
@@ -109,7 +109,7 @@ class AdminServer:
         bound = _bind(self._address)
         limits = self._limits
         if limits is None:
-            limits = self._own_limits = ConnectionLimits(Config())
+            limits = self._own_limits = ConnectionLimits(self._config)
         pages = {"/livez": self._livez, "/readyz": self._readyz, "/metrics": self._metrics}
         if self._read_status is not None:
             pages["/status.json"] = self._status

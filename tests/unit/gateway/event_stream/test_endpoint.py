@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from iskander.config.auth import AccessConfig
 from iskander.config.events import EventsConfig
+from iskander.config.schema import Config, TimeoutsConfig
 from iskander.gateway.auth.grants import Authenticator
 from iskander.gateway.auth.origin import UNKNOWN_ORIGIN
 from iskander.gateway.auth.tokens import add_token
@@ -24,9 +26,11 @@ from iskander.gateway.event_stream.messages import Completion, SentEvent, encode
 from iskander.gateway.event_stream.publisher import Publisher
 from iskander.gateway.telemetry import admin
 from iskander.gateway.telemetry.admin import AdminServer
+from iskander.gateway.transport import connection_listener
 
 WITHIN_S = 10.0
 BUFFER_BYTES = 65_536
+RESPONSE_S = 0.5
 
 Message = dict[str, Any]
 
@@ -39,7 +43,10 @@ class Served:
         self.publisher = Publisher(config)
         self.authenticator = Authenticator(access, lambda: None)
         self.endpoint = EventEndpoint(self.publisher, config, self.authenticator)
-        self.server = AdminServer("127.0.0.1:0", list, _no_metrics, events=self.endpoint)
+        served = Config(timeouts=TimeoutsConfig(response_s=RESPONSE_S))
+        self.server = AdminServer(
+            "127.0.0.1:0", list, _no_metrics, config=served, events=self.endpoint
+        )
         self.address = ""
         self.streams: list[Stream] = []
 
@@ -371,6 +378,27 @@ def test_slow_reader_has_bounded_memory_and_is_told_its_losses() -> None:
         assert len(quick.sent) < sent / 10
 
     serve(client)
+
+
+def test_connection_that_does_not_read_ends_at_the_response_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More bytes than the kernel's buffers of both sockets take."""
+    monkeypatch.setattr(connection_listener, "CHECK_INTERVAL_S", 0.5)
+    sent_bytes = 16 << 20
+
+    async def client(served: Served) -> None:
+        with socket.create_connection(served.address.split(":")) as stalled:
+            stalled.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            while not served.publisher.readers:
+                await asyncio.sleep(0.01)
+            for _ in range(sent_bytes // 4096):
+                served.publisher.publish("worker", "worker", b'"%b"' % (b"x" * 4096))
+            while served.publisher.readers:
+                await asyncio.sleep(0.01)
+        assert served.publisher.buffer.next == sent_bytes // 4096
+
+    serve(client, buffer_bytes=2 * sent_bytes)
 
 
 def test_client_that_is_gone_frees_its_place() -> None:
