@@ -125,8 +125,8 @@ def error_table() -> str:
     kinds = [errors.IskanderError, *errors.IskanderError._by_code.values()]
     kinds.sort(key=lambda kind: kind.code)
     rows = [
-        f"| `{kind.code}` | {kind.fault.value} | {'yes' if kind.retryable else 'no'} | "
-        f"{kind.status} | {kind.http_status} | {_cause(kind)} |"
+        f"- `{kind.code}` ({kind.fault.value}, {'retry, ' if kind.retryable else ''}"
+        f"{kind.status}, {kind.http_status}): {_cause(kind)}"
         for kind in kinds
     ]
     head = [
@@ -142,8 +142,9 @@ def error_table() -> str:
         "metadata contains all fields as text. Over HTTP the fields are in the body. Flight has",
         "UNAVAILABLE in place of RESOURCE_EXHAUSTED, which pyarrow shows as a bad argument.",
         "",
-        "| code | fault | retry | gRPC | HTTP | cause (settings) |",
-        "|---|---|---|---|---|---|",
+        "Brackets have whose fault the error is, whether to retry, and its status on gRPC and",
+        "HTTP; behind the cause are the settings of a limit.",
+        "",
     ]
     return "\n".join([*head, *rows]) + "\n"
 
@@ -204,31 +205,24 @@ def _structs(module: ModuleType) -> list[str]:
 def lifecycle_table() -> str:
     """The state table of a worker."""
     lifecycle.validate()
-    rows = [
-        f"| {state} | {event} | {after} | {', '.join(actions) or 'nothing'} |"
-        for (state, event), (after, actions) in lifecycle.TABLE.items()
-    ]
-    ignored = [
-        f"- {state}: {', '.join(e for e in lifecycle.Event if (state, e) in lifecycle.IGNORED)}"
-        for state in lifecycle.State
-    ]
+    rows: list[str] = []
+    for state in lifecycle.State:
+        rows += ["", f"**{state}**", ""]
+        rows += [
+            f"- {event} → {after}: {', '.join(actions) or 'nothing'}"
+            for (before, event), (after, actions) in lifecycle.TABLE.items()
+            if before == state
+        ]
     head = [
         "# Worker lifecycle",
         "",
         GENERATED_BY,
         "",
-        "Every state can reach ready again or, after a stop, stopped. Every pair of state and",
-        "event is either in the table or in the list below it.",
-        "",
-        "| state | event | next state | actions |",
-        "|---|---|---|---|",
+        "Every state can reach ready again or, after a stop, stopped. Each entry has an event, the",
+        "next state, and the actions. Other events are ignored, because they come too late or",
+        "have no meaning in the state.",
     ]
-    tail = [
-        "",
-        "Ignored events, which come too late or have no meaning in the state:",
-        "",
-    ]
-    return "\n".join([*head, *rows, *tail, *ignored]) + "\n"
+    return "\n".join([*head, *rows]) + "\n"
 
 
 def metrics_table() -> str:
