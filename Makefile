@@ -84,7 +84,6 @@ lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/gen_reference.py --check
-	$(BIN)/python scripts/gen_completions.py --check
 	$(BIN)/python scripts/gen_dashboards.py --check
 	$(BIN)/python scripts/licences.py --check
 	$(BIN)/python scripts/sbom.py --check
@@ -131,7 +130,6 @@ endurance: setup
 docs: setup
 	PYTHON=$(PYTHON) sh scripts/setup.sh '.[http,lint]'
 	$(BIN)/python scripts/gen_reference.py
-	$(BIN)/python scripts/gen_completions.py
 	$(BIN)/python scripts/gen_dashboards.py
 	$(BIN)/python scripts/licences.py
 	$(BIN)/python scripts/sbom.py

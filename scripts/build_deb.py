@@ -25,6 +25,12 @@ from iskander import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "deb"
+COMPLETIONS = {
+    "bash": "bash-completion/completions/iskander",
+    "zsh": "zsh/vendor-completions/_iskander",
+    "fish": "fish/vendor_completions.d/iskander.fish",
+}
+"""Files of the shell completions in `/usr/share`."""
 CONTROL = ROOT / "configs" / "debian"
 UNITS = ROOT / "configs" / "systemd"
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
@@ -108,6 +114,11 @@ def _install_files(tree: Path) -> None:
     shutil.copy(CONTROL / "iskander.toml", etc)
     examples = tree / "usr" / "share" / "doc" / "iskander" / "examples"
     shutil.copytree(UNITS / "drop-ins", examples / "systemd")
+    for shell, place in COMPLETIONS.items():
+        path = tree / "usr" / "share" / place
+        path.parent.mkdir(parents=True)
+        command = [Path(sys.executable).parent / "iskander", "completion", shell]
+        path.write_bytes(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
 _UNIT_KINDS = (".service", ".target", ".slice", ".timer")

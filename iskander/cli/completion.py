@@ -1,7 +1,4 @@
-"""`iskander completion`: prints the shell completion of this command.
-
-`scripts/gen_completions.py` writes the files.
-"""
+"""`iskander completion`: prints the shell completion of this command, made from its parser."""
 
 from __future__ import annotations
 
@@ -14,18 +11,37 @@ from iskander.cli.command import add_command
 from iskander.foundation.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from iskander.cli.command import Commands
+    from collections.abc import Iterator
 
-FOLDER = Path(__file__).parent / "completions"
+    from iskander.cli.command import Commands, Parser
+
 SHELLS = ("bash", "zsh", "fish")
 
 
-def add_commands(commands: Commands) -> None:
-    """Add the command."""
-    parser = add_command(commands, "completion", _completion, "print a shell completion")
+def add_commands(commands: Commands, main: Parser) -> None:
+    """Add the command; `main` is the parser of all commands."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        return _completion(main, arguments.shell)
+
+    parser = add_command(commands, "completion", run, "print a shell completion")
     parser.add_argument("shell", choices=SHELLS, help="such as: iskander completion bash > FILE")
 
 
-def _completion(arguments: argparse.Namespace) -> int:
-    sys.stdout.write((FOLDER / f"iskander.{arguments.shell}").read_text())
+def _completion(parser: Parser, shell: str) -> int:
+    import shtab
+
+    for action in _actions(parser):
+        if action.type is Path or action.metavar in ("FILE", "FOLDER"):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    sys.stdout.write(f"{shtab.complete(parser, shell).rstrip()}\n")
     return ExitCode.DONE
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the arguments of a parser and of its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _actions(each)

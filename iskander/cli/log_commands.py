@@ -1,9 +1,10 @@
-"""`iskander logs`: meaning of the lines of a server's log."""
+"""`iskander logs`: meaning of the events of a server's log."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ from iskander.cli import command
 from iskander.cli.command import UsageError, print_lines
 from iskander.foundation.exit_codes import ExitCode
 from iskander.foundation.logs.catalog import EVENTS, GROUPS, events_of, level_name
-from iskander.foundation.logs.recognition import recognize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ def add_commands(commands: Commands) -> None:
     explain.add_argument(
         "event",
         metavar="EVENT",
-        help="name of an event, or a line of the log in quotes; `-`: the lines of stdin",
+        help="name of an event, or a JSON line of the log in quotes; `-`: the JSON lines of stdin",
     )
     command.add_command(kinds, "list", _list, "every event of the log", command.add_json)
 
@@ -41,8 +41,9 @@ def _explain(arguments: argparse.Namespace) -> int:
         events = [EVENTS[text]]
     if not events:
         near = difflib.get_close_matches(text, EVENTS, n=3)
-        hint = f"; similar: {', '.join(near)}" if near else "; see `iskander logs list`"
-        raise UsageError(f"no event in `{text}`{hint}")
+        hint = f"similar: {', '.join(near)}" if near else "see `iskander logs list`"
+        lines = "lines have the name of their event with admin.log_format = `json`"
+        raise UsageError(f"no name of an event in `{text}`; {hint}; {lines}")
     if arguments.json:
         command.print_json(_json(events[0]) if text in EVENTS else [_json(each) for each in events])
         return ExitCode.DONE
@@ -58,7 +59,19 @@ def _stdin_lines() -> Iterator[str]:
 
 def _events_of_lines(lines: Iterable[str]) -> list[Event[Any]]:
     """Return the events of lines, each once, in the order of their first lines."""
-    return list(dict.fromkeys(event for line in lines for event in recognize(line)))
+    found = (_event_of_line(line) for line in lines)
+    return list(dict.fromkeys(event for event in found if event is not None))
+
+
+def _event_of_line(line: str) -> Event[Any] | None:
+    """Return the event of a JSON line, before which another program may have printed a prefix."""
+    start = line.find("{")
+    try:
+        fields = json.loads(line[start:]) if start >= 0 else None
+    except (ValueError, RecursionError):
+        return None
+    name = fields.get("event") if isinstance(fields, dict) else None
+    return EVENTS.get(name) if isinstance(name, str) else None
 
 
 def _describe(event: Event[Any]) -> list[str]:

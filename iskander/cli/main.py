@@ -82,7 +82,7 @@ def build_parser() -> Parser:
     _add_score(commands)
     install_systemd.add_commands(commands)
     config_commands.add_commands(commands)
-    completion.add_commands(commands)
+    completion.add_commands(commands, parser)
     return parser
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from iskander.cli import command
 from iskander.cli.command import UsageError, print_lines
-from iskander.config.migration.renamed import fix_file
 from iskander.foundation.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -23,8 +22,6 @@ def add_commands(commands: Commands) -> None:
     check = command.add_command(
         commands, "check", _check, sentence, command.add_file, command.add_set, command.add_json
     )
-    sentence = "first rewrite settings with deprecated names in the file"
-    check.add_argument("--fix", action="store_true", help=sentence)
     _add_sample(check, "show for each column whether a model accepts this data")
     check.add_argument("--model", metavar="NAME", help="model for the sample, if there are several")
 
@@ -47,9 +44,6 @@ def _add_sample(parser: Parser, sentence: str) -> None:
 def _check(arguments: argparse.Namespace) -> int:
     from iskander.cli.startup import check as checking
 
-    rewritten = fix_file(arguments.file) if arguments.fix else []
-    if not arguments.json:
-        print_lines(*(f"rewritten: {renamed}" for renamed in rewritten))
     config = command.read_config(arguments).config
     result = checking.check(config)
     contracts = {model.name: model.loaded.contract for model in result.models if model.loaded}
@@ -63,7 +57,7 @@ def _check(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             _print_sample(sample, name, lines)
     if arguments.json:
-        more = {"rewritten": list(rewritten), "sample": [line._asdict() for line in lines]}
+        more = {"sample": [line._asdict() for line in lines]}
         command.print_json(checking.to_json(result, config) | more)
     is_bad = any(model.error for model in result.models) or any(line.problem for line in lines)
     return ExitCode.FAILED if is_bad else ExitCode.DONE

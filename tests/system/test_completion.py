@@ -7,13 +7,11 @@ import pty
 import select
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.models import ROOT
 from support.processes import BIN
 
 BASH = """
@@ -131,13 +129,3 @@ def test_candidates(folder: Path, shell: Callable[[Path, str], list[str]]) -> No
 def test_completed_words_of_zsh(folder: Path, typed: str, completed: list[str]) -> None:
     added = completed[-1].removeprefix(typed.rpartition(" ")[2])
     assert in_zsh(folder, typed, added) == completed
-
-
-def test_completions_are_generated_from_the_parser() -> None:
-    pytest.importorskip("shtab")
-    script = ROOT / "scripts" / "gen_completions.py"
-    done = subprocess.run(
-        [sys.executable, script, "--check"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr

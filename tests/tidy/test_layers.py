@@ -192,7 +192,6 @@ PURE = (
     "iskander/gateway/event_stream/buffer.py",
     "iskander/gateway/event_stream/messages.py",
     "iskander/foundation/logs/formats.py",
-    "iskander/foundation/logs/recognition.py",
     "iskander/foundation/logs/repeats.py",
     "iskander/gateway/telemetry/status/history.py",
     "iskander/gateway/telemetry/status/merge.py",

@@ -17,7 +17,7 @@ addresses = Source("iskander.addresses")
 def setting_questionable(*, warning: str) -> str:
     """A setting has a deprecated name, and is read as the setting that replaced it.
 
-    Do: Rename it; `iskander check --fix FILE` does so in the file.
+    Do: Rename it in the file.
     """
     return warning
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from iskander.config.loader import load_config
-from iskander.config.migration.renamed import REMOVED, RENAMED, fix_file
+from iskander.config.migration.renamed import REMOVED, RENAMED
 from iskander.config.reference import settings
 from iskander.errors import ConfigError
 
@@ -59,9 +59,8 @@ def test_removed_setting_is_an_error_that_names_its_replacement(file: Path, path
     section, key = path.split(".")
     value, expected = '"1"', rf"setting {section}\.{key} is removed: .*events\.(enabled|buffer)"
     file.write_text(f"[{section}]\n{key} = {value}\n{MODEL}", "utf-8")
-    for read in (lambda: load_config(file, environment={}), lambda: fix_file(file)):
-        with pytest.raises(ConfigError, match=expected):
-            read()
+    with pytest.raises(ConfigError, match=expected):
+        load_config(file, environment={})
     file.write_text(MODEL, "utf-8")
     with pytest.raises(ConfigError, match=expected):
         load_config(file, overrides=(f"{path}={value}",), environment={})
@@ -78,46 +77,5 @@ def test_new_names_cause_no_warning(file: Path) -> None:
 def test_old_and_new_name_together_are_an_error(file: Path) -> None:
     text = f"[loading]\ntrial = true\nsandbox = true\n{MODEL}"
     file.write_text(text, "utf-8")
-    for read in (lambda: load_config(file, environment={}), lambda: fix_file(file)):
-        with pytest.raises(ConfigError, match=r"loading\.trial and loading\.sandbox are the same"):
-            read()
-    assert file.read_text("utf-8") == text
-
-
-def test_rewritten_file_keeps_comments_mode_and_link(file: Path) -> None:
-    real = file.with_name("real.toml")
-    real.write_text(OLD, "utf-8")
-    real.chmod(0o640)
-    file.symlink_to(real)
-    assert len(fix_file(file)) == 2
-    assert real.read_text("utf-8") == FIXED
-    assert real.stat().st_mode & 0o777 == 0o640
-    assert file.is_symlink()
-    assert fix_file(file) == []
-    assert [each.name for each in file.parent.iterdir() if each.suffix == ".new"] == []
-
-
-@pytest.mark.parametrize(
-    ("old", "fixed"),
-    [
-        ("loading = {trial = true, trial_s = 2}", "loading = {sandbox = true, sandbox_s = 2}"),
-        ("loading.trial = true", "loading.sandbox = true"),
-        ('x = "loading.trial = true"', 'x = "loading.trial = true"'),
-        ('[x]\ntrial = 1\n[loading]\n"trial"=true', '[x]\ntrial = 1\n[loading]\n"sandbox"=true'),
-        ("loading = 3", "loading = 3"),
-    ],
-)
-def test_only_the_key_is_rewritten(file: Path, old: str, fixed: str) -> None:
-    file.write_text(old, "utf-8")
-    fix_file(file)
-    assert file.read_text("utf-8") == fixed
-
-
-@pytest.mark.parametrize("text", ["[loading", '[loading]\n"tri\\u0061l" = true'])
-def test_file_that_cannot_be_rewritten_is_unchanged(file: Path, text: str) -> None:
-    file.write_text(text, "utf-8")
-    with pytest.raises(ConfigError):
-        fix_file(file)
-    assert file.read_text("utf-8") == text
-    with pytest.raises(ConfigError, match="cannot be rewritten: No such file"):
-        fix_file(file.with_name("missing.toml"))
+    with pytest.raises(ConfigError, match=r"loading\.trial and loading\.sandbox are the same"):
+        load_config(file, environment={})
