@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from iskander.config.schema import AdminConfig, Config, ServerConfig, WorkersConfig
 from iskander.errors import ConfigError
 from iskander.foundation.clock import NS_PER_S, now_ns
+from iskander.foundation.file_watcher import ReloadStatus
 from iskander.gateway import parent as parent_module
 from iskander.gateway import systemd
 from iskander.gateway.child import ChildProcess
@@ -72,6 +73,16 @@ while True:
 WITHIN_S = 20.0
 
 
+class Reloads(ReloadStatus):
+    """Outcomes of a parent's reloads, and whether one that the test has started runs."""
+
+    is_running = False
+
+    def record(self, *, is_valid: bool) -> None:
+        self.is_running = False
+        super().record(is_valid=is_valid)
+
+
 class Harness:
     """A running parent, and the settings that it reads at a reload."""
 
@@ -83,7 +94,10 @@ class Harness:
         self.config = Config(
             server=server, admin=AdminConfig(address=""), workers=WorkersConfig(start_s=start_s)
         )
-        self.parent = Parent(self.config, [sys.executable, "-c", CHILD], self._read)
+        self.reloads = Reloads()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parent_module, "ReloadStatus", lambda: self.reloads)
+            self.parent = Parent(self.config, [sys.executable, "-c", CHILD], self._read)
         self.code: asyncio.Task[int] = asyncio.create_task(self.parent.serve())
 
     def write(self, **server: Any) -> None:
@@ -92,6 +106,10 @@ class Harness:
         `busy_poll_us` is not live; with 66, no process gets ready, and with 78, each exits with 78.
         """
         self.config = replace(self.config, server=replace(self.config.server, **server))
+
+    def reload(self) -> None:
+        self.reloads.is_running = True
+        self.parent.reload()
 
     def set_pauses(self, **pauses: float) -> None:
         """Sets how long children take to listen, load their models and stop, in seconds."""
@@ -142,9 +160,9 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[Harness]:
 async def roll(harness: Harness) -> None:
     """Rolls all processes and waits for the end."""
     starts = [each.starts for each in harness.parent.processes]
-    harness.parent.reload()
+    harness.reload()
     await until(lambda: [each.starts - 1 for each in harness.parent.processes] == starts)
-    await until(lambda: harness.is_ready() and harness.parent._reloading is None)
+    await until(lambda: harness.is_ready() and not harness.reloads.is_running)
 
 
 async def signal_and_await_replacement(
@@ -161,7 +179,7 @@ def test_roll_continues_after_the_previous_process_has_ready_models(tmp_path: Pa
         async with serving(tmp_path) as harness:
             first, second = harness.parent.processes
             harness.set_pauses(load_s=0.5)
-            harness.parent.reload()
+            harness.reload()
             await until(lambda: second.starts == 2 and second.is_ready)
             assert not second.has_ready_models
             await until(lambda: not first.is_ready)
@@ -182,8 +200,8 @@ def test_live_settings_are_applied_without_a_replacement(tmp_path: Path) -> None
             before = [harness.pid(index) for index in (0, 1)]
             for drain_s in (7.0, 8.0):
                 harness.write(drain_s=drain_s)
-                harness.parent.reload()
-                await until(lambda: harness.parent._reloading is None)
+                harness.reload()
+                await until(lambda: not harness.reloads.is_running)
                 assert applied(harness) == [str(drain_s)] * 2
             assert [harness.pid(index) for index in (0, 1)] == before
             await signal_and_await_replacement(harness, 1, signal.SIGKILL)
@@ -198,12 +216,12 @@ def test_rejected_reload_changes_no_process(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(tmp_path) as harness:
             harness.write(drain_s=7.0, processes=3)
-            harness.parent.reload()
-            assert harness.parent._reloading is None and not harness.parent._reloads.is_valid
+            harness.reload()
+            assert not harness.reloads.is_running and not harness.reloads.is_valid
             harness.write(processes=2, drain_s=5.0, lame_duck_s=1.0)
-            harness.parent.reload()
-            await until(lambda: harness.parent._reloading is None)
-            assert applied(harness) == ["5.0", "5.0"] and harness.parent._reloads.is_valid
+            harness.reload()
+            await until(lambda: not harness.reloads.is_running)
+            assert applied(harness) == ["5.0", "5.0"] and harness.reloads.is_valid
 
     asyncio.run(run())
 
@@ -214,13 +232,13 @@ def test_settings_that_cannot_be_written_for_one_process_change_none(tmp_path: P
             obstacle = tmp_path / "process-1" / "settings.new"
             obstacle.mkdir()
             harness.write(drain_s=7.0)
-            harness.parent.reload()
-            await until(lambda: harness.parent._reloading is None)
-            assert applied(harness) == ["", ""] and not harness.parent._reloads.is_valid
+            harness.reload()
+            await until(lambda: not harness.reloads.is_running)
+            assert applied(harness) == ["", ""] and not harness.reloads.is_valid
             obstacle.rmdir()
-            harness.parent.reload()
-            await until(lambda: harness.parent._reloading is None)
-            assert applied(harness) == ["7.0", "7.0"] and harness.parent._reloads.is_valid
+            harness.reload()
+            await until(lambda: not harness.reloads.is_running)
+            assert applied(harness) == ["7.0", "7.0"] and harness.reloads.is_valid
 
     asyncio.run(run())
 
@@ -233,8 +251,8 @@ def test_process_that_starts_during_a_reload_gets_the_live_settings(tmp_path: Pa
             os.kill(harness.pid(1), signal.SIGKILL)
             await until(lambda: process.starts == 2 and process.has_notified is False)
             harness.write(drain_s=7.0)
-            harness.parent.reload()
-            await until(lambda: harness.parent._reloading is None)
+            harness.reload()
+            await until(lambda: not harness.reloads.is_running)
             assert harness.settings(1)["server"]["drain_s"] == 7.0
             assert process.config.server.drain_s == 7.0 and process.starts == 2
             assert applied(harness) == ["7.0", "7.0"]
@@ -252,8 +270,8 @@ def test_process_that_does_not_apply_live_settings_is_replaced(
             (tmp_path / "deaf").touch()
             before = [harness.pid(index) for index in (0, 1)]
             harness.write(drain_s=7.0)
-            harness.parent.reload()
-            await until(lambda: harness.parent._reloading is None)
+            harness.reload()
+            await until(lambda: not harness.reloads.is_running)
             await until(harness.is_ready)
             assert not set(before) & {harness.pid(index) for index in (0, 1)}
             assert harness.settings(0)["server"]["drain_s"] == 7.0
@@ -275,24 +293,24 @@ def test_process_without_confirmation_keeps_its_settings_if_another_is_not_repla
             for name in ("deaf", "reject"):
                 (tmp_path / name).touch()
             harness.write(drain_s=7.0)
-            parent.reload()
-            await until(lambda: parent._reloading is None)
+            harness.reload()
+            await until(lambda: not harness.reloads.is_running)
             assert notes == [
                 "; process 1 is not ready; the others keep serving; new settings not confirmed by "
                 "process 0"
             ]
-            assert not parent._reloads.is_valid
+            assert not harness.reloads.is_valid
             assert first.starts == 1 and first.config.server.drain_s == 5.0
             assert second.config.server.drain_s == 7.0
             for name in ("deaf", "reject"):
                 (tmp_path / name).unlink()
             await until(harness.is_ready)
             harness.write(drain_s=8.0)
-            parent.reload()
-            await until(lambda: parent._reloading is None)
+            harness.reload()
+            await until(lambda: not harness.reloads.is_running)
             assert applied(harness) == ["8.0", "8.0"]
             assert first.starts == 1 and first.config.server.drain_s == 8.0
-            assert parent._reloads.is_valid
+            assert harness.reloads.is_valid
 
     asyncio.run(run())
 
@@ -306,8 +324,8 @@ def test_reload_that_exposes_a_listener_changes_no_process(
         async with serving(tmp_path) as harness:
             # As if the address were not loopback, and the file had lost its tokens.
             monkeypatch.setattr(addresses, "_resolved", lambda address: {"192.0.2.1"})
-            harness.parent.reload()
-            assert harness.parent._reloading is None and not harness.parent._reloads.is_valid
+            harness.reload()
+            assert not harness.reloads.is_running and not harness.reloads.is_valid
             assert [each.starts for each in harness.parent.processes] == [1, 1]
 
     asyncio.run(run())
@@ -320,9 +338,9 @@ def test_settings_are_reverted_at_once_if_a_process_rejects_them(tmp_path: Path)
         async with serving(tmp_path, start_s=10 * WITHIN_S) as harness:
             parent = harness.parent
             harness.write(busy_poll_us=78)
-            parent.reload()
-            await until(lambda: parent._reloading is None)
-            assert harness.is_ready() and not parent._reloads.is_valid
+            harness.reload()
+            await until(lambda: not harness.reloads.is_running)
+            assert harness.is_ready() and not harness.reloads.is_valid
             assert parent.processes[0].starts == 1
             assert harness.settings(1)["server"]["busy_poll_us"] == 0
 
@@ -337,8 +355,8 @@ def test_stop_uses_the_drain_time_of_the_last_reload(
     async def run() -> None:
         async with serving(tmp_path, drain_s=0.1) as harness:
             harness.write(drain_s=30.0)
-            harness.parent.reload()
-            await until(lambda: harness.parent._reloading is None)
+            harness.reload()
+            await until(lambda: not harness.reloads.is_running)
             assert applied(harness) == ["30.0", "30.0"]
             markers = [tmp_path / f"process-{index}" / "ended" for index in (0, 1)]
             harness.set_pauses(stop_s=1.0)
@@ -359,7 +377,7 @@ def test_restarted_process_gets_the_settings_of_the_parent(tmp_path: Path) -> No
                 assert harness.settings(1)["server"]["drain_s"] == 5.0
                 assert harness.settings(1)["server"]["address"] == port != ["127.0.0.1:0"]
                 harness.write(drain_s=-1.0)
-                harness.parent.reload()
+                harness.reload()
 
     asyncio.run(run())
 
@@ -410,16 +428,16 @@ def test_settings_are_reverted_if_a_process_does_not_get_ready(tmp_path: Path, i
         async with serving(tmp_path, start_s=2.0) as harness:
             parent, process = harness.parent, harness.parent.processes[index]
             harness.write(busy_poll_us=66 if index else 7)
-            parent.reload()
+            harness.reload()
             if not index:
                 # Process 1 is replaced; process 0 starts with settings that never get ready.
                 await until(lambda: parent.processes[1].starts == 2)
                 parent._config = replace(
                     parent._config, server=replace(parent._config.server, busy_poll_us=66)
                 )
-            await until(lambda: process.starts == 3 and parent._reloading is None)
+            await until(lambda: process.starts == 3 and not harness.reloads.is_running)
             await until(harness.is_ready)
-            assert not parent._reloads.is_valid
+            assert not harness.reloads.is_valid
             for number in (0, 1):
                 assert harness.settings(number)["server"]["busy_poll_us"] == 0
             await signal_and_await_replacement(harness, 1, signal.SIGKILL)
@@ -427,7 +445,7 @@ def test_settings_are_reverted_if_a_process_does_not_get_ready(tmp_path: Path, i
             harness.write(busy_poll_us=8)
             await roll(harness)
             assert harness.settings(0)["server"]["busy_poll_us"] == 8
-            assert parent._reloads.is_valid
+            assert harness.reloads.is_valid
 
     asyncio.run(run())
 
@@ -459,14 +477,14 @@ def test_revert_stops_at_a_process_without_ready_models(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with serving(tmp_path, start_s=1.0) as harness:
-            parent, (first, second) = harness.parent, harness.parent.processes
+            first, second = harness.parent.processes
             harness.write(busy_poll_us=7)
             harness.set_pauses(load_s=0.0)
-            parent.reload()
+            harness.reload()
             await until(lambda: second.starts == 2 and second.has_ready_models)
             harness.set_pauses(load_s=4.0)
             await until(lambda: first.starts == 2)
-            await until(lambda: parent._reloading is None)
+            await until(lambda: not harness.reloads.is_running)
             # The first has no ready models with either settings; the second is not replaced.
             assert first.starts == 3 and not first.has_ready_models
             assert second.starts == 2 and second.has_ready_models
@@ -492,10 +510,10 @@ def test_process_that_exits_long_after_its_kill_is_restarted(
 
     async def run() -> None:
         async with serving(tmp_path, drain_s=0.1, start_s=1.0) as harness:
-            parent, process = harness.parent, harness.parent.processes[1]
+            process = harness.parent.processes[1]
             is_delayed.set()
-            parent.reload()
-            await until(lambda: bool(delayed) and parent._reloading is None)
+            harness.reload()
+            await until(lambda: bool(delayed) and not harness.reloads.is_running)
             assert process.starts == 1 and process.child is not None
             # The other process is not replaced.
             assert {each.index for _, each, _ in delayed} == {1}
@@ -551,14 +569,14 @@ def test_service_manager_is_notified_of_each_roll_and_its_end(
                 harness.write(processes=2, drain_s=5.0)
                 harness.write(**changes.get(state[:7], {}))
                 notifications.clear()
-                harness.parent.reload()
+                harness.reload()
                 await until(lambda: has_received("READY"))
                 assert int(notifications[0]["MONOTONIC_USEC"]) > 0
                 assert [next(iter(each)) for each in notifications] == ["RELOADING", "READY"]
                 assert state in notifications[1]["STATUS"]
             notifications.clear()
             # A stop during a roll sends no READY.
-            harness.parent.reload()
+            harness.reload()
             harness.parent.stop()
             await harness.code
             has_received("")

@@ -72,6 +72,10 @@ class Connection(asyncio.Protocol):
 
 
 class Listener(ConnectionListener[Connection]):
+    def __init__(self, connections_max: int, limits: ConnectionLimits, slack: int = 0) -> None:
+        super().__init__(connections_max, limits, slack=slack)
+        self.limits = limits
+
     def connection(self) -> Connection:
         return Connection(self)
 
@@ -129,7 +133,7 @@ def test_oldest_idle_connection_of_the_largest_source_is_evicted() -> None:
         new = admit(listener, "new")
         assert new is not None and not any(each and each.is_evicted for each in (new, *others))
         assert [each.is_evicted for each in held if each] == [False, True, False, False, False]
-        assert listener._limits.ended == {"gave_way": 1}
+        assert listener.limits.ended == {"gave_way": 1}
 
     # With 100% as its share, a source is limited only by eviction.
     run_scenario(scenario, percent=100)
@@ -146,7 +150,7 @@ def test_source_above_its_share_gets_no_reserved_connection() -> None:
         for connection in listener.connections:
             connection.idle_since_ns = 0
         assert admit(listener, "most") is None
-        assert listener._limits.ended == {"gave_way": 1, "too_many_connections": 1}
+        assert listener.limits.ended == {"gave_way": 1, "too_many_connections": 1}
         assert admit(listener, "another") is not None
 
     run_scenario(scenario)
@@ -185,11 +189,11 @@ def test_number_of_closing_connections_is_limited() -> None:
 
 def test_descriptors_limit_the_connections_of_all_listeners() -> None:
     async def scenario(listener: Listener) -> None:
-        listener._limits.descriptors.connections_max = 3
-        other = Listener(8, listener._limits)
+        listener.limits.descriptors.connections_max = 3
+        other = Listener(8, listener.limits)
         assert admit(other, "a") and admit(listener, "a") and admit(listener, "b")
         assert admit(listener, "c") is not None
-        assert listener._limits.ended == {"gave_way": 1}
+        assert listener.limits.ended == {"gave_way": 1}
         await other.stop(0.1)
 
     run_scenario(scenario)
@@ -245,7 +249,7 @@ def test_new_connection_replaces_an_idle_one_far_above_a_lower_limit() -> None:
         listener.connections_max = 10
         assert admit(listener, "new") is not None
         assert sum(each.is_evicted for each in held if each) == 1
-        assert listener._limits.ended == {"gave_way": 1}
+        assert listener.limits.ended == {"gave_way": 1}
 
     run_scenario(scenario, connections_max=200)
 
@@ -254,7 +258,7 @@ def test_new_share_of_a_source_applies_to_its_next_connection() -> None:
     async def scenario(listener: Listener) -> None:
         held = [admit(listener, "most", busy=True) for _ in range(7)]
         assert all(held) and admit(listener, "most", busy=True) is None
-        listener._limits.configure(Config(limits=LimitsConfig(source_percent=100)))
+        listener.limits.configure(Config(limits=LimitsConfig(source_percent=100)))
         assert admit(listener, "most", busy=True) is not None
 
     run_scenario(scenario)
@@ -266,7 +270,7 @@ def test_new_age_applies_to_new_connections_and_new_grace_to_all() -> None:
         held = []
         for age_s, grace_s in (first, second):
             server = ServerConfig(max_connection_age_s=age_s, max_connection_age_grace_s=grace_s)
-            listener._limits.configure(Config(server=server))
+            listener.limits.configure(Config(server=server))
             held.append(admit(listener, "a", busy=True))
         old, new = (each for each in held if each is not None)
         check_at(listener, 1.1 * AGE_S + 1)
@@ -283,7 +287,7 @@ def test_new_timeouts_apply_to_open_connections() -> None:
     async def scenario(listener: Listener) -> None:
         timeouts = TimeoutsConfig(idle_s=1.0)
         held = admit(listener, "a")
-        listener._limits.configure(Config(timeouts=timeouts))
+        listener.limits.configure(Config(timeouts=timeouts))
         assert held is not None and held.listener.timeouts is timeouts
 
     run_scenario(scenario)
@@ -296,7 +300,7 @@ def test_received_bytes_suffice_for_two_messages_of_open_calls() -> None:
         large, small = 40 << 20, 20 << 20
         for message_bytes in (large, small):
             limits = LimitsConfig(message_bytes=message_bytes, receive_bytes=2 * message_bytes)
-            listener._limits.configure(Config(limits=limits))
+            listener.limits.configure(Config(limits=limits))
         assert listener.budget.limit_bytes >= 2 * large
 
     run_scenario(scenario)
@@ -316,7 +320,7 @@ def test_connection_closes_gracefully_at_its_age_and_finally_after_the_grace(gra
             check_at(listener, second)
             assert (held.graceful_closes, held.is_expired) == (1, bool(grace_s))
         counts = {"max_age": 1} | ({"max_age_grace": 1} if grace_s else {})
-        assert listener._limits.ended == counts
+        assert listener.limits.ended == counts
 
     server = ServerConfig(max_connection_age_s=AGE_S, max_connection_age_grace_s=grace_s)
     run_scenario(scenario, server=server)
@@ -376,7 +380,7 @@ def test_unsent_bytes_are_charged_and_largest_are_aborted_above_the_limit() -> N
             listener.charge_unsent(each)
         assert [each is not None and each.is_aborted for each in held] == [True] + [False] * 3
         assert budget.used_bytes == 900_000 - 6
-        assert listener._limits.ended == {"unread_responses": 1}
+        assert listener.limits.ended == {"unread_responses": 1}
         await asyncio.sleep(0)
         assert budget.used_bytes == 900_000 - 6
         budget.charge(200_000)
@@ -470,14 +474,9 @@ def test_busy_connection_is_not_evicted_while_its_handshake_task_runs() -> None:
     run_scenario(scenario, connections_max=1)
 
 
-class SurplusListener(Listener):
-    def __init__(self, limits: ConnectionLimits) -> None:
-        ConnectionListener.__init__(self, 1, limits, slack=2)
-
-
 def test_surplus_connection_is_counted_when_capacity_is_free() -> None:
     async def scenario(listener: Listener) -> None:
-        surplus = SurplusListener(listener._limits)
+        surplus = Listener(1, listener.limits, slack=2)
         first, second, third = (admit(surplus, "a", busy=True) for _ in range(3))
         assert first and second and third and admit(surplus, "a") is None
         assert [surplus.is_surplus(each) for each in (first, second, third)] == [False, True, True]

@@ -38,18 +38,21 @@ CONTRACT = Contract(
 )
 
 
-def exchange_of(call: Any) -> Exchange:
-    unused: Any = None
+def exchange_of(call: Any, plans: Any = None, **parts: Any) -> Exchange:
+    """A stream of a call, with the parts that its test reaches."""
+    unused = {"entry": None, "find": None, "region": None, "models": None}
+    dispatcher: Any = SimpleNamespace(tracer=None, uses_contexts=False)
     return Exchange(
         call,
-        entry=unused,
-        dispatcher=SimpleNamespace(tracer=None, uses_contexts=False),  # type: ignore[arg-type]
+        dispatcher=dispatcher,
         limits=Config().limits,
-        find=unused,
-        region=unused,
-        plans=Plans(Config().limits, ReceiveBudget(1 << 30)),
-        models=unused,
+        plans=plans or new_plans(),
+        **(unused | parts),
     )
+
+
+def new_plans() -> Plans:
+    return Plans(Config().limits, ReceiveBudget(1 << 30))
 
 
 async def failed_stream() -> weakref.ref[Exchange]:
@@ -89,10 +92,11 @@ def test_cancelled_admission_does_not_keep_its_stream_alive() -> None:
         call: Any = SimpleNamespace(
             metadata=(), deadline_ns=None, source=Source(), has_input=False, caller="client"
         )
-        stream = exchange_of(call)
+        plans = new_plans()
+        stream = exchange_of(call, plans)
         build = stream._build_plan(lane_of(0, contract=CONTRACT), b"")
         for _ in range(THREADS_MAX):
-            await stream._plans.threads.turn("other").__aenter__()
+            await plans.threads.turn("other").__aenter__()
         running = asyncio.create_task(stream.run())
         await asyncio.sleep(0)
         stream._admission = asyncio.create_task(build)
@@ -122,16 +126,16 @@ def test_admission_of_the_first_batch_is_awaited_after_a_new_plan() -> None:
         call: Any = SimpleNamespace(
             metadata=(), deadline_ns=None, source=Source(), has_input=False, caller="client"
         )
-        stream: Any = exchange_of(call)
 
         async def build(*_: object) -> None:
             """A plan, which no code of this test reads."""
+
+        stream: Any = exchange_of(call, SimpleNamespace(build=build))
 
         def read() -> None:
             stream._admission = admission
 
         admission = asyncio.create_task(asyncio.sleep(0))
-        stream._plans = SimpleNamespace(build=build)
         stream._begin, stream._read = (lambda plan: None), read
         await stream._build_plan(lane_of(0, contract=CONTRACT), b"header")
         assert stream._admission is admission
@@ -203,13 +207,12 @@ async def test_error_of_a_dictionary_ends_a_stream_with_in_band_errors(cause: st
         release_memory=lambda _: None,
         caller=None,
     )
-    stream = exchange_of(call)
+    stream = exchange_of(call, models=SimpleNamespace(revision=-1))
     stream.target.lane = lane_of(contract=CONTRACT)
     limits = structs.replace(Config().limits, bytes=1000 if cause == "limits.bytes" else 1 << 20)
     stream._codec = StreamCodec(
         Plan(bytes(read_flight_data(schema).header), CONTRACT, limits), limits
     )
-    stream.target._models = SimpleNamespace(revision=-1)  # type: ignore[assignment]
 
     with pytest.raises(IskanderError, match=cause):
         await stream.run()
@@ -229,23 +232,22 @@ async def test_plan_is_built_on_a_thread_and_released_with_its_stream(ends_early
         metadata=(), deadline_ns=None, source=Source(), has_input=True, is_blocked=False,
         receive=frames.popleft, send=lambda *parts: sent_frames.append(parts), caller="caller",
     )  # fmt: skip
-    stream = exchange_of(call)
+    plans = new_plans()
     lane = SimpleNamespace(
         contract=CONTRACT, model=SimpleNamespace(key=1), require_worker=lambda: None
     )
-    stream.target._find = lambda *_: lane  # type: ignore[assignment, return-value]
-    stream.target._models = SimpleNamespace(revision=1)  # type: ignore[assignment]
+    stream = exchange_of(call, plans, find=lambda *_: lane, models=SimpleNamespace(revision=1))
     running = asyncio.create_task(stream.run())
     await asyncio.sleep(0)
     assert stream._codec is None and stream._admission is not None
     if ends_early:
         running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await until(lambda: not stream._plans.threads._waiting)
+    await until(lambda: not plans.threads._waiting)
 
     assert len(sent_frames) == (0 if ends_early else 1)
-    stream._plans.configure(Config().limits)
-    assert not stream._plans.charged_bytes
+    plans.configure(Config().limits)
+    assert not plans.charged_bytes
 
 
 @pytest.mark.parametrize(
@@ -257,13 +259,13 @@ async def test_split_batch_that_waits_for_memory_fails_with_the_reason_of_the_en
     end_error: IskanderError | None, expected: type[IskanderError]
 ) -> None:
     call = SimpleNamespace(metadata=(), deadline_ns=None, source=Source(), is_blocked=False)
-    stream = exchange_of(call)
 
     async def wait_for_memory(*_: object) -> None:
         stream._end_error = end_error
         await asyncio.get_running_loop().create_future()
 
-    arena: Any = SimpleNamespace(enter=lambda _: False, enter_later=wait_for_memory)
+    entry = SimpleNamespace(enter=lambda _: False, enter_later=wait_for_memory)
+    stream = exchange_of(call, entry=entry)
     failures: list[IskanderError] = []
     split: Any = SimpleNamespace(
         requests=[object()],
@@ -271,7 +273,6 @@ async def test_split_batch_that_waits_for_memory_fails_with_the_reason_of_the_en
         held_bytes=0,
         fail=lambda _, error: failures.append(error),
     )
-    stream._entry = arena
     task = asyncio.create_task(stream._admit_portions(split))
     await until(lambda: stream._unwritten)
     await asyncio.sleep(0)
