@@ -84,7 +84,7 @@ def configuration() -> str:
         "`models` is a list: one `[[models]]` table for each model version.",
         "A [reload](../commands.md#reload) applies changed `live` settings; those of `lanes` are",
         "live for `[[models]]`, but not for the models of a repository. Other settings apply at a",
-        "[restart](#restart).",
+        "[restart](#restart). A text without a default may be empty.",
         "",
         *_setting_rows(settings()),
         "",
@@ -114,7 +114,8 @@ def _setting_rows(found: Iterable[Setting]) -> list[str]:
             section = setting.path.partition(".")[0]
             rows += ["", f"## `[{section}]`", ""] if rows else [f"## `[{section}]`", ""]
         default = setting.default
-        facts = [setting.type, "" if default is None else f"default `{render_value(default)}`"]
+        has_default = default not in (None, "")
+        facts = [setting.type, f"default `{render_value(default)}`" if has_default else ""]
         facts.append("live" if setting.is_live else "")
         rows.append(f"- `{setting.path}` ({', '.join(filter(None, facts))}): {setting.sentence}")
     return rows
