@@ -52,6 +52,9 @@ class IskanderError(Exception):
     A subclass passes its code, fault and gRPC status; the others follow from the gRPC status. An
     `ExecutionFailed` may have another fault and status than its class.
 
+    Attributes:
+        is_counted: The statistics of the server have the request that this error ended.
+
     Args:
         message: Text of the error: what, where, expected, got. Never a traceback, path or address.
         retry_after_ms: Delay before a retry, if it is known.
@@ -65,6 +68,7 @@ class IskanderError(Exception):
     flight_status: ClassVar[str | None] = None
     http_status: int = 500
     settings: ClassVar[tuple[str, ...]] = ()
+    is_counted: bool = False
 
     _by_code: ClassVar[dict[str, type[IskanderError]]] = {}
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from iskander._generated import orca_pb2
+from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
 from iskander.foundation.clock import NS_PER_S, now_ns
 from iskander.gateway.repository.models import Models
 from iskander.gateway.transport.http2.response_headers import block
@@ -22,6 +23,10 @@ from iskander.gateway.transport.http2.response_headers import block
 TRAILER: Final = "endpoint-load-metrics-bin"
 PERIOD_S: Final = 1.0
 """Interval between two reports; a report covers the time since the last one."""
+FAULTS_OF_CALLERS: Final = frozenset(
+    f"refused.{kind.code}" for kind in (ContractError, LimitExceeded, MalformedInput, Unsupported)
+)
+"""Counters of a lane that say nothing about the server: it gets no lower weight for them."""
 QUEUE_WAIT: Final = "iskander.queue_wait_seconds"
 """Named metric: mean wait of a request for a worker."""
 
@@ -79,7 +84,7 @@ class LoadReports:
             errors = sum(
                 count
                 for name, count in lane.counts.items()
-                if name.startswith(("failed.", "refused."))
+                if name.startswith(("failed.", "refused.")) and name not in FAULTS_OF_CALLERS
             )
             values = (
                 len(metrics.total_ns),

@@ -526,8 +526,9 @@ class Exchange:
 
         A dictionary has no result of its own, and the batches after it depend on it.
         """
-        assert self._codec is not None
+        assert self._codec is not None and self.target.lane is not None
         detach(error)
+        self.target.lane.count_refused(error)
         is_dictionary = message is not None and message.is_dictionary
         if self._terms.is_in_band and not is_dictionary:
             self._append(RejectedBatch(error))
@@ -620,8 +621,11 @@ class Exchange:
         if self._finished.done():
             return  # With the error of a batch, which `run` has not raised yet.
         self._is_ended = True
-        if self._tracer is not None and self._codec is None and isinstance(error, IskanderError):
-            self._tracer.on_refused(EXCHANGE, self._terms.trace, self._opened_ns, error)
+        if self._codec is None and isinstance(error, IskanderError):
+            if self.target.lane is not None:
+                self.target.lane.count_refused(error)
+            if self._tracer is not None:
+                self._tracer.on_refused(EXCHANGE, self._terms.trace, self._opened_ns, error)
         self._end_error = None if error is None else detach(error)
         self._write_soon()
 

@@ -234,11 +234,16 @@ class Session:
         service.grant.require_model(name)
         lane = service.models.find_loaded(name, version or None, self.name)
         assert lane.contract is not None
-        received: InputTensors = read_tensors(lane.contract, observation)
+        try:
+            received: InputTensors = read_tensors(lane.contract, observation)
+            inputs = read_inputs(lane.contract, received.tensors, self._limits)
+        except IskanderError as error:
+            lane.count_refused(error)
+            raise
         pending = _Pending(
             lane,
             self,
-            read_inputs(lane.contract, received.tensors, self._limits),
+            inputs,
             terms,
             arrived_ns=arrived_ns,
             address=address,

@@ -80,6 +80,7 @@ class PendingInfer:
         except BaseException as error:
             self._finish()
             if isinstance(error, IskanderError):
+                self._count(error)
                 self.end_trace(error)
             raise
 
@@ -164,9 +165,14 @@ class PendingInfer:
             return
         self._finish()
         if isinstance(error, IskanderError):
+            self._count(error)
             self.end_trace(error)
             detach(error)
         self.reject(error)
+
+    def _count(self, error: IskanderError) -> None:
+        if self._resolved is not None:
+            self._resolved.lane.count_refused(error)
 
     def _finish(self) -> None:
         """Release everything that only an unanswered request needs."""

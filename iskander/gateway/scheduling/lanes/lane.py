@@ -423,8 +423,18 @@ class Lane:
         if error.retryable and error.retry_after_ms is None:
             error.retry_after_ms = self.retry_after_ms(now_ns)
 
+    def count_refused(self, error: IskanderError) -> None:
+        """Count a request that its protocol rejects, unless a step before has counted it.
+
+        For errors in its content, which protocols find before `check`.
+        """
+        if not error.is_counted:
+            error.is_counted = True
+            self.counts[f"refused.{error.code}"] += 1
+
     def count_rejected(self, request: Request, error: IskanderError, how: str = "refused") -> None:
         """Count a rejected or failed request; `how` is the prefix of the counter."""
+        error.is_counted = True
         self.counts[f"{how}.{error.code}"] += 1
         if error.code in MISSED:
             self.count_missed(request)

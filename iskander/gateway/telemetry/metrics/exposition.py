@@ -32,11 +32,13 @@ from iskander import __version__
 from iskander.errors import (
     ArenaFull,
     ClientOverShare,
+    ContractError,
     DeadlineExceeded,
     DeadlineUnreachable,
     DroppedFromQueue,
     ExecutionFailed,
     LimitExceeded,
+    MalformedInput,
     NotReady,
     PermissionDenied,
     PoisonedRequest,
@@ -78,9 +80,12 @@ REFUSALS = tuple(
     for kind in (
         ArenaFull,
         ClientOverShare,
+        ContractError,
         DeadlineExceeded,
         DeadlineUnreachable,
         DroppedFromQueue,
+        LimitExceeded,
+        MalformedInput,
         NotReady,
         QueueFull,
         RateLimited,
@@ -191,8 +196,8 @@ LANE_METRICS: tuple[Metric[Lane], ...] = (
            "batches ended workers.", lambda lane: lane.is_isolated),
     _gauge("iskander_model_quarantined", "", "Whether its requests are rejected because its "
            "batches ended workers repeatedly.", lambda lane: lane.quarantine is not None),
-    Metric("iskander_refusals_total", "counter", "requests", ("code",), "Requests rejected at "
-           "their lane, by error code; not those whose content was rejected before.",
+    Metric("iskander_refusals_total", "counter", "requests", ("code",), "Requests rejected "
+           "before they ran, by error code: for their content, or by their lane.",
            _counts("refused.", REFUSALS)),
     Metric("iskander_failures_total", "counter", "requests", ("code",), "Requests that failed in a "
            "worker, by error code.", _counts("failed.", FAILURES)),

@@ -108,6 +108,7 @@ class HttpInference:
                     await _write(request, send, parts, json_bytes)
             except IskanderError as error:
                 detach(error)
+                lane.count_refused(error)
                 raise
             finally:
                 lane.entering -= 1
