@@ -1,7 +1,7 @@
 """Checked casts of column values to a tensor's element type.
 
 Integers must be exact in the new type. Floats may be rounded to a narrower float, but must not
-become infinite. bfloat16 is the upper half of a float32, stored in a uint16.
+become infinite. A bfloat16 is the upper half of a float32, stored in a uint16.
 
 Pure: NumPy only.
 """
@@ -35,19 +35,22 @@ class Values(NamedTuple):
 
 
 class ValueLocation(NamedTuple):
-    """Column of elements, for errors. `rows` maps entries of the first axis to batch rows."""
+    """Name of the elements' column, for errors.
+
+    `rows` maps entries of the first axis to batch rows.
+    """
 
     column: str
     rows: np.ndarray | None = None
 
     def row(self, bad: np.ndarray) -> int:
-        """Batch row of the first element set in `bad`."""
+        """Return the batch row of the first element that is set in `bad`."""
         row_size = max(bad.size // max(len(bad), 1), 1)
         entry = int(np.flatnonzero(bad)[0]) // row_size
         return entry if self.rows is None else int(self.rows[entry])
 
 
-def cast(values: Values, dtype_name: str, location: ValueLocation) -> np.ndarray:
+def cast_values(values: Values, dtype_name: str, location: ValueLocation) -> np.ndarray:
     """Cast numbers or booleans, or raise a ContractError; nulls become zero."""
     data = _nulls_as_zero(values)
     if values.is_bfloat16:
@@ -68,7 +71,11 @@ def cast(values: Values, dtype_name: str, location: ValueLocation) -> np.ndarray
             bad = (data != 0) & (data != 1)
         elif dtype.kind == "f":
             bad = ~np.isfinite(decoded)
-            bad = bad & np.isfinite(data) if source_kind == "f" else bad | _differs(data, decoded)
+            bad = (
+                bad & np.isfinite(data)
+                if source_kind == "f"
+                else bad | _changed_by_cast(data, decoded)
+            )
         elif source_kind == "f":
             limits = np.iinfo(dtype)
             # Both bounds are exact as floats. In float16, the bounds of a wide type are infinite.
@@ -100,16 +107,16 @@ def rescale(
             ((data - rest) // divide).astype(np.float64) * multiply
             + rest.astype(np.float64) * multiply / divide,
         )
-        return cast(Values(scaled, values.valid), dtype_name, location)
+        return cast_values(Values(scaled, values.valid), dtype_name, location)
     whole, rest = np.divmod(data, divide)
     _reject(rest != 0, data, f"{dtype_name} cannot represent a quotient by {divide} of", location)
     bound = np.iinfo(np.int64).max // multiply
     is_large = (whole > bound) | (whole < -bound)
     _reject(is_large, data, f"int64 cannot represent {multiply} times", location)
-    return cast(Values(whole * multiply, values.valid), dtype_name, location)
+    return cast_values(Values(whole * multiply, values.valid), dtype_name, location)
 
 
-def constant(value: float | str, dtype_name: str) -> np.generic:
+def cast_constant(value: float | str, dtype_name: str) -> np.generic:
     """Convert a fill or padding value to an element of a type."""
     if dtype_name == BFLOAT16:
         return np.uint16(round_to_bfloat16(np.array([value]))[0])
@@ -149,7 +156,7 @@ def _reject(bad: np.ndarray, data: np.ndarray, reason: str, location: ValueLocat
 
 
 def _out_of_range(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Mask of integers outside the range of another integer type."""
+    """Return the mask of integers outside the range of another integer type."""
     limits, source = np.iinfo(dtype), np.iinfo(data.dtype)
     bad = np.zeros(data.shape, np.bool_)
     if source.max > limits.max:
@@ -159,8 +166,11 @@ def _out_of_range(data: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return bad
 
 
-def _differs(data: np.ndarray, floats: np.ndarray) -> np.ndarray:
-    """Mask of integers that a float conversion changed; a long double holds both exactly."""
+def _changed_by_cast(data: np.ndarray, floats: np.ndarray) -> np.ndarray:
+    """Return a mask of the integers that a conversion to float changed.
+
+    A long double holds both numbers exactly.
+    """
     if not data.size or -BFLOAT16_EXACT <= data.min() <= data.max() <= BFLOAT16_EXACT:
         return np.zeros(data.shape, np.bool_)
     bad: np.ndarray = floats.astype(np.longdouble) != data.astype(np.longdouble)

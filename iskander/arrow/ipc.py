@@ -6,9 +6,9 @@ arrays of structs, in depth-first order of the columns:
     nodes    (length, null count)          one per array, children after parents
     buffers  (offset, length) in the body  validity, offsets, values ... of each array
 
-Reading unpacks each array at once. Rendering patches both into a header that pyarrow wrote once for
-the schema. pyarrow reads schemas, and batches to convert (see `protocols.flight.convert`). The peer
-sends all positions; one out of bounds raises MalformedInput.
+Reading unpacks each array at once. Rendering patches both arrays into a header that pyarrow wrote
+once for the schema. pyarrow reads schemas, and batches to convert (see `protocols.flight.convert`).
+The peer sends all positions; a position out of bounds raises MalformedInput.
 
 Runs on: gateway loop. Source: Arrow columnar format 1.5, Message.fbs and Schema.fbs; flatbuffers
 binary format.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from iskander.arrow.types import shrunk
+from iskander.arrow.types import with_small_values
 from iskander.contract.tensors import ALIGNMENT
 from iskander.errors import MalformedInput
 
@@ -144,14 +144,14 @@ def empty_messages(schema: pa.Schema) -> list[bytes]:
     Builds no value of the schema's types: arrays without values have the same messages in all
     sizes.
     """
-    small = pa.schema([field.with_type(shrunk(field.type)) for field in schema])
+    small = pa.schema([field.with_type(with_small_values(field.type)) for field in schema])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, small) as writer:
         columns = [pa.nulls(0, field.type) for field in small]
         writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=small))
     reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
     reader.read_next_message()  # The schema.
-    return [encapsulate(_emptied(bytes(message.metadata))) for message in reader]
+    return [encapsulate(_with_zero_lengths(bytes(message.metadata))) for message in reader]
 
 
 def null_dictionary(dictionary: int, length: int) -> bytes:
@@ -175,8 +175,8 @@ def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
     return pa.ipc.open_stream(b"".join(stream)).read_next_batch()
 
 
-def _emptied(header: bytes) -> bytearray:
-    """The header of a batch or dictionary with all its lengths set to zero.
+def _with_zero_lengths(header: bytes) -> bytearray:
+    """Return the header of a batch or dictionary with all its lengths set to zero.
 
     pyarrow writes one value for each child of a dense union, also without rows.
     """
@@ -202,7 +202,7 @@ class BatchTemplate:
     def __init__(self, schema: pa.Schema) -> None:
         # One null row: a null is valid in every type, and pyarrow omits fields that are zero, which
         # leaves no position to patch.
-        nulls = [pa.nulls(1, shrunk(field.type)) for field in schema]
+        nulls = [pa.nulls(1, with_small_values(field.type)) for field in schema]
         self._header = header_of(pa.RecordBatch.from_arrays(nulls, schema.names).serialize())
         header, root = self._header, _U32.unpack_from(self._header, 0)[0]
         table = _target_at(header, root, _MESSAGE_HEADER)

@@ -24,7 +24,7 @@ class Layout(NamedTuple):
         nodes: Number of nodes.
         buffers: Number of buffers, without the data buffers of string views.
         texts: Positions of the buffers with the bytes of strings, from the column's first buffer.
-        has_views: Whether it has string views, whose number of buffers depends on the data.
+        has_views: Whether the column has string views, whose number of buffers depends on the data.
         dictionaries: Number of dictionaries, including those inside the values of others.
     """
 
@@ -69,12 +69,12 @@ class SchemaLayout:
         self.starts = [0, *ends]
 
     def texts(self, columns: Iterable[int]) -> list[int]:
-        """Positions of the buffers with the bytes of strings, of the columns with these indices."""
+        """Return the positions of buffers with string bytes, for the columns with these indices."""
         return [self.starts[i] + text for i in columns for text in self.columns[i].texts]
 
 
 def layout_of(arrow: pa.DataType) -> Layout:
-    """Layout of one column of this type."""
+    """Return the layout of one column of this type."""
     arrow = storage_of(arrow)
     if pa.types.is_dictionary(arrow):
         inner = layout_of(arrow.value_type)
@@ -111,12 +111,12 @@ def _has_empty_union(arrow: pa.DataType) -> bool:
 
 
 def is_view(arrow: pa.DataType) -> bool:
-    """Whether a type is a view of text or binary values."""
+    """Return whether a type is a view of text or binary values."""
     return bool(pa.types.is_string_view(arrow) or pa.types.is_binary_view(arrow))
 
 
 def children(array: pa.Array) -> list[pa.Array]:
-    """The arrays inside an array, without the values of a dictionary."""
+    """Return the arrays inside an array, without the values of a dictionary."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return [array.storage]
@@ -128,7 +128,7 @@ def children(array: pa.Array) -> list[pa.Array]:
 
 
 def dictionaries_of(array: pa.Array) -> Iterator[pa.Array]:
-    """The dictionaries of a column in depth-first order, without those inside dictionaries."""
+    """Yield the dictionaries of a column, depth first, without dictionaries inside dictionaries."""
     if pa.types.is_dictionary(array.type):
         yield array.dictionary
     else:
@@ -170,7 +170,7 @@ _NESTED: tuple[tuple[Callable[[pa.DataType], bool], Callable[..., pa.DataType]],
 
 
 def _outer_dictionaries(arrow: pa.DataType) -> int:
-    """Number of dictionaries of a type that are not inside the values of others."""
+    """Return the number of a type's dictionaries that are not inside another dictionary."""
     arrow = storage_of(arrow)
     if pa.types.is_dictionary(arrow):
         return 1
@@ -178,7 +178,7 @@ def _outer_dictionaries(arrow: pa.DataType) -> int:
 
 
 def _own_buffers(arrow: pa.DataType) -> int:
-    """Number of buffers of a type, without those of its children."""
+    """Return the number of buffers of a type, without the buffers of its children."""
     types = pa.types
     if types.is_null(arrow) or types.is_run_end_encoded(arrow):
         return 0

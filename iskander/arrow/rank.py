@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 
 def can_group(arrow: pa.DataType) -> bool:
-    """Whether values of this type can be group keys."""
+    """Return whether values of this type can be group keys."""
     if pa.types.is_dictionary(arrow):
         arrow = arrow.value_type
     is_text = pa.types.is_string(arrow) or pa.types.is_large_string(arrow)
@@ -21,10 +21,10 @@ def can_group(arrow: pa.DataType) -> bool:
     return bool(is_text or is_bytes or is_number)
 
 
-def ranks(values: np.ndarray, groups: pa.Array | None, order: str) -> np.ndarray:
-    """The int32 rank of each row in its group, from 1; ties in row order, NaN last.
+def ranks_in_groups(values: np.ndarray, groups: pa.Array | None, order: str) -> np.ndarray:
+    """Return the int32 rank of each row in its group, from 1; ties in row order, NaN last.
 
-    `groups` has a key per row, null being a key too; None for a single group. `order` is
+    `groups` has a key per row, and null is a key too; None for a single group. `order` is
     `descending` or `ascending`.
     """
     rows = len(values)

@@ -1,7 +1,7 @@
 """Arrow schema of a request batch, derived from a model's contract.
 
-An input that accepts several types gets the one with the least conversion: for numbers the tensor's
-own type, for times microseconds.
+An input that accepts several types gets the type with the least conversion: for numbers the
+tensor's own type, for times microseconds.
 
 Pure. Runs on: gateway loop.
 """
@@ -29,7 +29,7 @@ _OF_FAMILY = {
 
 
 def request_schema(contract: Contract) -> pa.Schema:
-    """Columns of all inputs, each once; dotted names become fields of structs."""
+    """Return a schema with the columns of all inputs; dotted names become fields of structs."""
     dtypes = {spec.tensor: spec.type.dtype_name for spec in contract.inputs}
     entries = entries_of(contract)
     names = {name for entry in entries for name in columns_of(entry)}
@@ -54,8 +54,8 @@ def _path(name: str, names: Container[str]) -> list[str]:
 
 def _fields(tree: dict[str, Any]) -> list[pa.Field]:
     return [
-        pa.field(name, pa.struct(_fields(each)) if isinstance(each, dict) else each)
-        for name, each in tree.items()
+        pa.field(name, pa.struct(_fields(item)) if isinstance(item, dict) else item)
+        for name, item in tree.items()
     ]
 
 

@@ -32,7 +32,7 @@ class BFloat16(pa.ExtensionType):  # type: ignore[misc]
         return hash(self.extension_name)
 
     def __arrow_ext_serialize__(self) -> bytes:
-        """No parameters."""
+        """Return no bytes: the type has no parameters."""
         return b""
 
     @classmethod
@@ -64,15 +64,17 @@ _SHRUNK: tuple[tuple[Callable[[pa.DataType], bool], Callable[..., pa.DataType]],
     (pa.types.is_fixed_size_list, lambda arrow, of: pa.list_(of[0], min(arrow.list_size, 1))),
     (
         pa.types.is_dictionary,
-        lambda arrow, _: pa.dictionary(arrow.index_type, shrunk(arrow.value_type)),
+        lambda arrow, _: pa.dictionary(arrow.index_type, with_small_values(arrow.value_type)),
     ),
     (
         pa.types.is_run_end_encoded,
-        lambda arrow, _: pa.run_end_encoded(arrow.run_end_type, shrunk(arrow.value_type)),
+        lambda arrow, _: pa.run_end_encoded(
+            arrow.run_end_type, with_small_values(arrow.value_type)
+        ),
     ),
     (
         pa.types.is_map,
-        lambda arrow, _: _shrunk_map(arrow),
+        lambda arrow, _: _map_with_small_values(arrow),
     ),
     (pa.types.is_struct, lambda _, of: pa.struct(of)),
     (
@@ -86,15 +88,15 @@ _SHRUNK: tuple[tuple[Callable[[pa.DataType], bool], Callable[..., pa.DataType]],
 )
 
 
-class Extent(NamedTuple):
-    """Node and buffer count of one column in a batch header."""
+class HeaderCounts(NamedTuple):
+    """Node and buffer counts of one column in a batch header."""
 
     nodes: int
     buffers: int
 
 
 def to_arrow(column_type: ColumnType) -> pa.DataType:
-    """The Arrow type of a manifest's column type."""
+    """Return the Arrow type of a manifest's column type."""
     arrow = _ARROW_OF[column_type.dtype_name]
     if column_type.is_tensor:
         return pa.fixed_shape_tensor(arrow, column_type.shape)
@@ -104,7 +106,7 @@ def to_arrow(column_type: ColumnType) -> pa.DataType:
 
 
 def as_tensor(arrow: pa.DataType) -> ColumnType | None:
-    """The tensor type of a column; None if it is not a tensor.
+    """Return the tensor type of a column; None if the column is not a tensor.
 
     Ignores names and nullability of list items. A permuted `fixed_shape_tensor` is not a tensor
     here: its elements are not in row-major order.
@@ -123,12 +125,15 @@ def as_tensor(arrow: pa.DataType) -> ColumnType | None:
 
 
 def is_permuted(arrow: pa.FixedShapeTensorType) -> bool:
-    """Whether a tensor's elements are not in row-major order."""
+    """Return whether a tensor's elements are not in row-major order."""
     return arrow.permutation not in (None, list(range(len(arrow.shape))))
 
 
 def element_name(arrow: pa.DataType) -> str | None:
-    """The manifest's name of `values_of(arrow)`; None without one."""
+    """Return the manifest's name of `values_of(arrow)`.
+
+    None if manifests have no name for the type.
+    """
     arrow = values_of(arrow)
     if arrow in _NAME_OF:
         return _NAME_OF[arrow]
@@ -142,13 +147,13 @@ def element_name(arrow: pa.DataType) -> str | None:
 
 
 def values_of(arrow: pa.DataType) -> pa.DataType:
-    """The value type of a dictionary or run-end encoded type; any other type unchanged."""
+    """Return the value type of a dictionary or run-end encoded type; any other type unchanged."""
     is_encoded = pa.types.is_dictionary(arrow) or pa.types.is_run_end_encoded(arrow)
     return arrow.value_type if is_encoded else arrow
 
 
-def levels(arrow: pa.DataType) -> tuple[int, ...]:
-    """Array lengths per row, outermost first: `(1, 4, 12)` for a list of 4 lists of 3."""
+def array_lengths(arrow: pa.DataType) -> tuple[int, ...]:
+    """Return array lengths per row, outermost first: `(1, 4, 12)` for a list of 4 lists of 3."""
     lengths = [1]
     arrow = storage_of(arrow)
     while pa.types.is_fixed_size_list(arrow):
@@ -157,8 +162,8 @@ def levels(arrow: pa.DataType) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def leaf_of(arrow: pa.DataType) -> pa.DataType:
-    """The type of the innermost values of fixed-size lists."""
+def innermost_type(arrow: pa.DataType) -> pa.DataType:
+    """Return the type of the innermost values of fixed-size lists."""
     arrow = storage_of(arrow)
     while pa.types.is_fixed_size_list(arrow):
         arrow = storage_of(arrow.value_type)
@@ -166,39 +171,43 @@ def leaf_of(arrow: pa.DataType) -> pa.DataType:
 
 
 def storage_of(arrow: pa.DataType) -> pa.DataType:
-    """The storage type of an extension type; any other type unchanged."""
+    """Return the storage type of an extension type; any other type unchanged."""
     return arrow.storage_type if isinstance(arrow, pa.BaseExtensionType) else arrow
 
 
-def extent(arrow: pa.DataType) -> Extent | None:
-    """Node and buffer count of a column; None if the batch header does not fully describe it.
+def header_counts(arrow: pa.DataType) -> HeaderCounts | None:
+    """Return node and buffer counts of a column.
+
+    None if the batch header does not fully describe it.
 
     Fully described: fixed-width values, fixed-size lists of them, strings and binaries. Views have
     a data-dependent buffer count, dictionaries have messages of their own, and other nested types
     are rare enough to leave to pyarrow.
     """
     if isinstance(arrow, pa.BaseExtensionType):
-        return extent(arrow.storage_type)
+        return header_counts(arrow.storage_type)
     if pa.types.is_fixed_size_list(arrow):
-        child = extent(arrow.value_type)
-        return child and Extent(1 + child.nodes, 1 + child.buffers)
+        child = header_counts(arrow.value_type)
+        return child and HeaderCounts(1 + child.nodes, 1 + child.buffers)
     if is_string(arrow):
-        return Extent(1, 3)
+        return HeaderCounts(1, 3)
     if pa.types.is_null(arrow) or pa.types.is_dictionary(arrow) or arrow.num_fields:
         return None
     try:
-        return Extent(1, 2) if arrow.bit_width > 0 else None
+        return HeaderCounts(1, 2) if arrow.bit_width > 0 else None
     except ValueError:  # The width varies.
         return None
 
 
 def is_string(arrow: pa.DataType) -> bool:
-    """Whether a type is utf8 or binary, also large, but not a view."""
+    """Return whether a type is utf8 or binary, also large, but not a view."""
     return arrow in _STRINGS or arrow in _LARGE_STRINGS
 
 
-def plain_of(arrow: pa.DataType) -> pa.DataType:
-    """`binary` for large strings and views, `bool` for bool8, also in lists; else unchanged.
+def received_type(arrow: pa.DataType) -> pa.DataType:
+    """Return `binary` for large strings and views, `bool` for bool8, also in lists.
+
+    Any other type unchanged.
 
     Text becomes `binary` too, because only `utf8` is validated as UTF-8.
     """
@@ -206,19 +215,19 @@ def plain_of(arrow: pa.DataType) -> pa.DataType:
         return pa.bool_()
     if pa.types.is_fixed_size_list(arrow):
         field = arrow.value_field
-        return pa.list_(field.with_type(plain_of(field.type)), arrow.list_size)
+        return pa.list_(field.with_type(received_type(field.type)), arrow.list_size)
     is_converted = arrow not in _STRINGS and _NAME_OF.get(arrow) in ("utf8", "binary")
     return pa.binary() if is_converted else arrow
 
 
-def _shrunk_map(arrow: pa.MapType) -> pa.MapType:
+def _map_with_small_values(arrow: pa.MapType) -> pa.MapType:
     if pa.types.is_null(arrow.key_type):
         return arrow  # pyarrow reads such a map, which can only be empty, and makes none.
-    return pa.map_(shrunk(arrow.key_type), shrunk(arrow.item_type))
+    return pa.map_(with_small_values(arrow.key_type), with_small_values(arrow.item_type))
 
 
-def shrunk(arrow: pa.DataType) -> pa.DataType:
-    """A type with the same nodes and buffers in a batch header, whose values are small.
+def with_small_values(arrow: pa.DataType) -> pa.DataType:
+    """Return a type with the same nodes and buffers in a batch header, whose values are small.
 
     A schema of a hundred bytes may declare values of 2 GiB, and pyarrow writes a null or an absent
     child of such a type in full.
@@ -227,20 +236,22 @@ def shrunk(arrow: pa.DataType) -> pa.DataType:
     for is_kind, make in _SHRUNK:
         if is_kind(arrow):
             fields = [arrow.field(index) for index in range(arrow.num_fields)]
-            return make(arrow, [field.with_type(shrunk(field.type)) for field in fields])
+            return make(arrow, [field.with_type(with_small_values(field.type)) for field in fields])
     return arrow
 
 
 def input_schema(contract: Contract) -> pa.Schema:
-    """Schema of a model's inputs."""
+    """Return the schema of a model's inputs."""
     return _tensor_schema(contract.inputs)
 
 
 def output_schema(contract: Contract) -> pa.Schema:
-    """Schema of a model's results, without passthrough columns."""
+    """Return the schema of a model's results, without passthrough columns."""
     if not contract.columns:
         return _tensor_schema(contract.outputs)
-    return pa.schema([(each.column, _column_to_arrow(contract, each)) for each in contract.columns])
+    return pa.schema(
+        [(column.column, _column_to_arrow(contract, column)) for column in contract.columns]
+    )
 
 
 def columns_without_nulls(
@@ -249,7 +260,7 @@ def columns_without_nulls(
     offsets: list[int],
     strings: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[int], list[int]]:
-    """Nodes and buffers of a batch header, flat, for columns without nulls.
+    """Return the nodes and buffers of a batch header, flat, for columns without nulls.
 
     `strings` has the start and end of each string column's bytes.
     """
@@ -257,7 +268,7 @@ def columns_without_nulls(
     buffers: list[int] = []
     ranges = iter(strings)
     for spec, offset in zip(specs, offsets, strict=True):
-        for level in levels(to_arrow(spec.type)):
+        for level in array_lengths(to_arrow(spec.type)):
             nodes += (rows * level, 0)
             buffers += (0, 0)
         buffers += (offset, spec.buffer_bytes(rows))

@@ -13,7 +13,7 @@ from iskander.errors import ContractError, LimitExceeded, MalformedInput
 
 
 def require_string_bytes(count: int, limits: LimitsConfig) -> None:
-    """Raise LimitExceeded above the string bytes of a batch, passed-through columns included."""
+    """Reject a batch with too many bytes of strings, passed-through columns included."""
     if count > limits.string_bytes:
         limit = f"limit {limits.string_bytes} (`limits.string_bytes`)"
         problem = f"the batch has {count} string bytes, {limit}"
@@ -44,7 +44,10 @@ def require_strings(
 def string_error(
     count: int, offsets: bytes | memoryview, joined: bytes | memoryview, *, is_text: bool
 ) -> str:
-    """Why strings are invalid; empty if their offsets are valid and, for text, their UTF-8."""
+    """Return why strings are invalid.
+
+    Empty if their offsets are valid and, for text, their UTF-8.
+    """
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(joined)]
     kind = pa.utf8() if is_text else pa.binary()
     try:

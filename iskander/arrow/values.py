@@ -21,7 +21,7 @@ from iskander.arrow.types import (
     BFloat16,
     element_name,
     is_permuted,
-    plain_of,
+    received_type,
     storage_of,
     values_of,
 )
@@ -38,16 +38,16 @@ class Path(NamedTuple):
     type: pa.DataType
 
 
-class Lists(NamedTuple):
+class ListRows(NamedTuple):
     """Rows that are lists."""
 
     starts: np.ndarray  # Index of each row's first element.
     lengths: np.ndarray  # 0 for null rows.
     elements: pa.Array
-    valid: np.ndarray | None  # None without null rows.
+    valid: np.ndarray | None  # None if there are no null rows.
 
 
-def find(fields: pa.Schema | pa.StructType, name: str) -> Path | None:
+def find_column(fields: pa.Schema | pa.StructType, name: str) -> Path | None:
     """Look up a column by its dotted name; the longest matching field name wins.
 
     Duplicate field names do not match.
@@ -55,13 +55,13 @@ def find(fields: pa.Schema | pa.StructType, name: str) -> Path | None:
     indices: list[int] = []
     parent, rest = fields, name
     while True:
-        index = _index(parent, rest)
+        index = _column_index(parent, rest)
         if index >= 0:
             return Path((*indices, index), parent.field(index).type)
         head = rest
         while index < 0 and "." in head:
             head = head.rpartition(".")[0]
-            index = _index(parent, head)
+            index = _column_index(parent, head)
         if index < 0 or not pa.types.is_struct(parent.field(index).type):
             return None
         indices.append(index)
@@ -69,7 +69,7 @@ def find(fields: pa.Schema | pa.StructType, name: str) -> Path | None:
 
 
 def is_sent_as(arrow: pa.DataType, sent: SentType) -> bool:
-    """Whether a column of this type matches a manifest's declared type."""
+    """Return whether a column of this type matches a manifest's declared type."""
     if not sent.is_ragged:
         arrow = values_of(arrow)
     elif not is_list(arrow):
@@ -93,25 +93,25 @@ def is_sent_as(arrow: pa.DataType, sent: SentType) -> bool:
 
 
 def is_list(arrow: pa.DataType) -> bool:
-    """Whether rows of this type are lists of variable length."""
+    """Return whether rows of this type are lists of variable length."""
     return pa.types.is_list(arrow) or pa.types.is_large_list(arrow) or _is_list_view(arrow)
 
 
-def pick(batch: pa.RecordBatch, indices: tuple[int, ...]) -> pa.Array:
-    """The column at a path; null where an enclosing struct is null."""
+def column_at(batch: pa.RecordBatch, indices: tuple[int, ...]) -> pa.Array:
+    """Return the column at a path; a value is null where an enclosing struct is null."""
     array = batch.column(indices[0])
     for index in indices[1:]:
         array = pc.struct_field(array, [index])
     return array
 
 
-def decoded(array: pa.Array) -> pa.Array:
+def decode(array: pa.Array) -> pa.Array:
     """Decode a dictionary or run-end encoded array."""
     if pa.types.is_dictionary(array.type):
         return plain_array(array.dictionary).take(array.indices)
     if pa.types.is_run_end_encoded(array.type):
         values = plain_array(array.values)
-        if isinstance(values.type, pa.BaseExtensionType):  # Which no kernel decodes.
+        if isinstance(values.type, pa.BaseExtensionType):  # No kernel decodes them.
             stored = _decoded_runs(array, values.storage)
             return pa.ExtensionArray.from_storage(values.type, stored)
         return _decoded_runs(array, values)
@@ -122,12 +122,12 @@ def take_decoded(array: pa.Array, index: np.ndarray) -> pa.Array:
     """Decode the elements at `index` only."""
     if pa.types.is_dictionary(array.type):
         return plain_array(array.dictionary).take(array.indices.take(pa.array(index)))
-    return plain_array(decoded(array)).take(pa.array(index))
+    return plain_array(decode(array)).take(pa.array(index))
 
 
-def lists(array: pa.Array) -> Lists:
-    """Rows of a list array; rows of list views may overlap, in any order."""
-    valid = _valid(array)
+def list_rows(array: pa.Array) -> ListRows:
+    """Return the rows of a list array; rows of list views may overlap, in any order."""
+    valid = _validity(array)
     starts = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
     if _is_list_view(array.type):
         lengths = array.sizes.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -135,53 +135,57 @@ def lists(array: pa.Array) -> Lists:
         lengths, starts = np.diff(starts), starts[:-1]
     if valid is not None:
         lengths = np.where(valid, lengths, 0)
-    return Lists(starts, lengths, array.values, valid)
+    return ListRows(starts, lengths, array.values, valid)
 
 
 def view_index_bytes(array: pa.Array) -> int:
-    """Index memory to expand list views, which may share elements; 0 for other types."""
-    return int(lists(array).lengths.sum()) * INDEX_BYTES if _is_list_view(array.type) else 0
+    """Return the index memory to expand list views, which may share elements; 0 for other types."""
+    return int(list_rows(array).lengths.sum()) * INDEX_BYTES if _is_list_view(array.type) else 0
 
 
-class Leaf(NamedTuple):
-    """Innermost values of an array of fixed size.
+class InnermostValues(NamedTuple):
+    """Innermost values of an array whose rows have equal sizes.
 
     Shape:
         `(rows, *sizes)`, by the enclosing fixed-size lists.
     """
 
-    array: pa.Array  # Flat.
+    array: pa.Array  # The values of all rows, without nesting.
     shape: list[int]
-    valid: np.ndarray | None  # False also inside a null list; None without nulls.
+    valid: np.ndarray | None  # False also inside a null list; None if there are no nulls.
 
 
-def leaf(array: pa.Array) -> Leaf:
-    """Innermost values of an array, decoded."""
-    array = decoded(array)
-    shape, valid = [len(array)], _valid(array)
-    array = _storage(array)
+def innermost_values(array: pa.Array) -> InnermostValues:
+    """Return the innermost values of an array, decoded."""
+    array = decode(array)
+    shape, valid = [len(array)], _validity(array)
+    array = _storage_array(array)
     while pa.types.is_fixed_size_list(array.type):
         size = array.type.list_size
         array = _list_values(array)
         shape.append(size)
-        child = _valid(array)
+        child = _validity(array)
         if valid is not None:
             valid = np.repeat(valid, size)
             child = valid if child is None else valid & child
-        valid, array = child, _storage(array)
-    return Leaf(array, shape, None if valid is None or valid.all() else valid.reshape(shape))
+        valid, array = child, _storage_array(array)
+    return InnermostValues(
+        array, shape, None if valid is None or valid.all() else valid.reshape(shape)
+    )
 
 
-def elements(array: pa.Array) -> Values:
-    """Stored elements of an array of fixed size, in the shape of its `Leaf`."""
-    values, shape, valid = leaf(array)
-    return Values(_data(values).reshape(shape), valid, isinstance(values.type, BFloat16))
+def stored_elements(array: pa.Array) -> Values:
+    """Return stored elements of an array of fixed size, in the shape of its `InnermostValues`."""
+    values, shape, valid = innermost_values(array)
+    return Values(
+        _fixed_width_values(values).reshape(shape), valid, isinstance(values.type, BFloat16)
+    )
 
 
-def decimals(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None]:
-    """Unscaled integers of a decimal array, and the mask of valid ones of over 64 bits or None.
+def unscaled_decimals(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return unscaled integers of a decimal array; and a mask of values of over 64 bits, or None.
 
-    The latter are 0 in the first array.
+    Values of over 64 bits are 0 in the first array.
     """
     width = array.type.bit_width // 8
     raw = np.frombuffer(array.buffers()[1] or b"", np.uint8)
@@ -189,7 +193,7 @@ def decimals(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None]:
     if width <= 8:
         return raw.view(np.dtype(f"i{width}")).astype(np.int64), None
     words = raw.view(np.int64).reshape(len(array), width // 8)
-    valid = _valid(array)
+    valid = _validity(array)
     is_wide = (words[:, 1:] != (words[:, :1] >> 63)).any(axis=1)
     if valid is not None:
         is_wide &= valid
@@ -199,33 +203,39 @@ def decimals(array: pa.Array) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def view_bytes(array: pa.Array) -> int:
-    """Bytes that the valid views of a string view array refer to, also if the array is invalid."""
-    lengths, valid = _view_lengths(array).astype(np.int64), _valid(array)
+    """Count bytes to which valid views of a string view array refer; the array may be invalid."""
+    lengths, valid = _view_lengths(array).astype(np.int64), _validity(array)
     if valid is not None:
         lengths = lengths[valid]
     return int(lengths.clip(0).sum())
 
 
 def text_lengths(array: pa.Array) -> np.ndarray:
-    """Bytes of each string of an array, 0 for a null."""
+    """Return the length in bytes of each string of an array; 0 for a null."""
     if _is_string_view(array.type):
-        views, valid = _view_lengths(array), _valid(array)
+        views, valid = _view_lengths(array), _validity(array)
         return views if valid is None else np.where(valid, views, 0)
     lengths: np.ndarray = pc.fill_null(pc.binary_length(array), 0).to_numpy()
     return lengths
 
 
 def decoded_text_bytes(array: pa.Array) -> int:
-    """Bytes of a column's strings when decoded: entries, runs and views may share bytes."""
+    """Count bytes of a column's strings when decoded: entries, runs and views may share bytes."""
     if is_list(array.type):
-        found = lists(array)
+        found = list_rows(array)
         lengths = text_lengths(found.elements).astype(np.int64)
         sums = np.concatenate(([0], np.cumsum(lengths)))
         in_rows = int((sums[found.starts + found.lengths] - sums[found.starts]).sum())
         return max(in_rows, int(lengths.sum()))
     is_dictionary = pa.types.is_dictionary(array.type)
     is_runs = pa.types.is_run_end_encoded(array.type)
-    values = entries = array.dictionary if is_dictionary else array.values if is_runs else array
+    if is_dictionary:
+        entries = array.dictionary
+    elif is_runs:
+        entries = array.values
+    else:
+        entries = array
+    values = entries
     while pa.types.is_fixed_size_list(values.type):
         values = _list_values(values)
     if not len(values):
@@ -243,7 +253,7 @@ def decoded_text_bytes(array: pa.Array) -> int:
 
 
 def _text_bytes_at(array: pa.Array, index: np.ndarray) -> int:
-    """Sum of the string lengths at `index`; 0 for nulls."""
+    """Return the sum of the string lengths at `index`; a null counts 0."""
     kind = array.type
     if array.null_count:
         bits = np.frombuffer(array.buffers()[0], np.uint8)
@@ -262,7 +272,7 @@ def _text_bytes_at(array: pa.Array, index: np.ndarray) -> int:
 
 
 def text_buffers(array: pa.Array) -> tuple[memoryview, memoryview]:
-    """Offsets and bytes of a `binary` array without nulls."""
+    """Return the offsets and bytes of a `binary` array without nulls."""
     raw = array.buffers()[1] or bytes(4)
     count = array.offset + len(array) + 1
     offsets = np.frombuffer(raw, np.int32, count)[array.offset :]
@@ -271,7 +281,10 @@ def text_buffers(array: pa.Array) -> tuple[memoryview, memoryview]:
 
 
 def item_bytes(arrow: pa.DataType) -> int:
-    """Bytes of one innermost value of a type; of its offset or view, if it is text."""
+    """Return the bytes of one innermost value of a type.
+
+    For text, the bytes of its offset or view.
+    """
     while True:
         arrow = values_of(storage_of(arrow))
         if not (is_list(arrow) or pa.types.is_fixed_size_list(arrow)):
@@ -284,15 +297,15 @@ def item_bytes(arrow: pa.DataType) -> int:
 
 
 def time_unit(arrow: pa.DataType) -> str:
-    """The unit of a date, time, timestamp or duration."""
+    """Return the unit of a date, time, timestamp or duration."""
     if pa.types.is_date32(arrow):
         return "d"
     return "ms" if pa.types.is_date64(arrow) else str(arrow.unit)
 
 
 def plain_array(array: pa.Array) -> pa.Array:
-    """Cast to a type that `take` supports, which excludes views."""
-    plain = plain_of(array.type)
+    """Cast an array to a type that `take` supports, which excludes views."""
+    plain = received_type(array.type)
     if plain == array.type or plain == pa.bool_():
         return array
     return without_null_views(array).cast(plain)
@@ -301,10 +314,10 @@ def plain_array(array: pa.Array) -> pa.Array:
 def without_null_views(array: pa.Array) -> pa.Array:
     """Clear the string views of null rows, whose bytes are undefined.
 
-    pyarrow's validation ignores them, and its cast uses them: a length of 2 GiB is allocated, and a
-    negative one ends the process.
+    pyarrow's validation ignores the views of null rows, and its cast uses them: a length of 2 GiB
+    is allocated, and a negative length ends the process.
     """
-    valid = _valid(array) if _is_string_view(array.type) else None
+    valid = _validity(array) if _is_string_view(array.type) else None
     if valid is None:
         return array
     views = _fixed_width(array, np.dtype("V16")).view(np.int32).reshape(-1, 4).copy()
@@ -323,7 +336,7 @@ def _is_string_view(arrow: pa.DataType) -> bool:
 
 
 def _view_lengths(array: pa.Array) -> np.ndarray:
-    """Length of each string view: the first 4 of its 16 bytes."""
+    """Return the length of each string view: the first 4 of its 16 bytes."""
     return _fixed_width(array, np.dtype("V16")).view(np.int32)[::4]
 
 
@@ -333,32 +346,32 @@ def _list_values(array: pa.FixedSizeListArray) -> pa.Array:
 
 
 def _decoded_runs(array: pa.RunEndEncodedArray, values: pa.Array) -> pa.Array:
-    """Decode runs of an array with other values in place of its own."""
+    """Decode the runs of an array with other values in place of the array's own."""
     runs = pa.RunEndEncodedArray.from_arrays(array.run_ends, values)
     return pc.run_end_decode(runs.slice(array.offset, len(array)))
 
 
-def _index(parent: pa.Schema | pa.StructType, name: str) -> int:
+def _column_index(parent: pa.Schema | pa.StructType, name: str) -> int:
     if isinstance(parent, pa.Schema):
         return int(parent.get_field_index(name))
     indices = parent.get_all_field_indices(name)
     return indices[0] if len(indices) == 1 else -1
 
 
-def _valid(array: pa.Array) -> np.ndarray | None:
+def _validity(array: pa.Array) -> np.ndarray | None:
     if not array.null_count:
         return None
     valid: np.ndarray = array.is_valid().to_numpy(zero_copy_only=False)
     return valid
 
 
-def _storage(array: pa.Array) -> pa.Array:
-    """Storage of a tensor of fixed shape; other extension types unchanged."""
+def _storage_array(array: pa.Array) -> pa.Array:
+    """Return the storage of a tensor of fixed shape; other extension types unchanged."""
     return array.storage if isinstance(array.type, pa.FixedShapeTensorType) else array
 
 
-def _data(array: pa.Array) -> np.ndarray:
-    """Values of fixed width; undefined where null."""
+def _fixed_width_values(array: pa.Array) -> np.ndarray:
+    """Return the values of an array of fixed width; a value is undefined where it is null."""
     kind, count = array.type, len(array)
     if pa.types.is_boolean(kind):
         bits = np.frombuffer(array.buffers()[1] or b"", np.uint8)
@@ -375,6 +388,6 @@ def _data(array: pa.Array) -> np.ndarray:
 
 
 def _fixed_width(array: pa.Array, dtype: np.dtype) -> np.ndarray:
-    """View of the values; their buffer may be longer, and end within an element."""
+    """Return a view of the values; their buffer may be longer, and end within an element."""
     raw = array.buffers()[1] or b""
     return np.frombuffer(raw, dtype, array.offset + len(array))[array.offset :]

@@ -13,7 +13,7 @@ PANDAS = "pandas"
 
 
 class _NoPandas(MetaPathFinder):
-    """Finder of modules that has no pandas."""
+    """Import finder that raises `ModuleNotFoundError` for pandas."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         """Raise `ModuleNotFoundError` for pandas; otherwise leave it to the other finders."""
@@ -23,9 +23,9 @@ class _NoPandas(MetaPathFinder):
 
 
 def keep_pandas_out() -> None:
-    """Make pyarrow find no pandas, for which it looks only once.
+    """Make pyarrow find no pandas; pyarrow looks for it only once.
 
-    A program that has imported pandas keeps it: it may embed a gateway.
+    A program that has already imported pandas and embeds a gateway keeps pandas.
     """
     if PANDAS in sys.modules:
         return

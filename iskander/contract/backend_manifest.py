@@ -40,7 +40,7 @@ class TorchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         file: Program of `torch.export` (`.pt2`), or TorchScript, in the model's folder.
         weights: Safetensors file whose tensors replace those of the program.
-        outputs: Names of the results, in order; by default those of the manifest's tensors.
+        outputs: Names of the results, in order; by default the names of the manifest's tensors.
     """
 
     file: str = "model.pt2"
@@ -52,10 +52,10 @@ class RemoteTls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """`[remote.tls]` of a manifest; files are read at load, relative to the model's folder.
 
     Attributes:
-        ca: Certificates of the accepted authorities; empty: those of gRPC.
+        ca: Certificates of the accepted authorities; empty: the authorities that gRPC accepts.
         certificate: Certificate of this client, if the remote requires one.
-        key: Its key.
-        server_name: Name in the remote's certificate, if the address is another one.
+        key: Private key of `certificate`.
+        server_name: Name in the remote's certificate, if it is not the name in the address.
     """
 
     ca: str = ""
@@ -69,9 +69,9 @@ class RemoteSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
     Attributes:
         addresses: `HOST:PORT` or `unix:PATH` of servers of the Open Inference Protocol with the
-            same model. Calls take turns; a call that one cannot take goes to the next one.
-        model: Name of the model there.
-        version: Version there; empty: the remote's default.
+            same model. Calls take turns; a call that a server cannot take goes to the next server.
+        model: Name of the model on the remote server.
+        version: Version of the model on the remote server; empty: the remote's default.
         metadata: Headers of each call, such as `application` for Ray Serve.
         tls: `[remote.tls]`; without it, connections are plaintext.
         token_file: File with a bearer token, read again when it changes; relative to the model's
@@ -79,7 +79,7 @@ class RemoteSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         timeout_s: Seconds for a call; a batch whose callers have less time gets less.
         connect_s: Seconds for a connection; a call of a load or a readiness check has twice as
             long.
-        message_bytes: Bytes of a request or a response.
+        message_bytes: Maximum bytes of a request or a response.
         is_metadata_checked: Compare the tensors with the remote's ModelMetadata at load.
     """
 
@@ -116,7 +116,8 @@ class PipelineStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: Name in errors and metrics.
         model: Model file or folder, in the pipeline's folder.
         backend: Backend that runs the model.
-        inputs: Tensor names of the model to those of the pipeline, where they differ.
+        inputs: Names of the model's input tensors, mapped to tensor names of the pipeline, where
+            the names differ.
         outputs: The same mapping for the outputs.
     """
 

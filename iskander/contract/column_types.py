@@ -20,7 +20,7 @@ TEMPORAL = ("date", "time", "timestamp", "duration")
 DECIMAL = "decimal"
 RANK_MAX = 16
 CHARACTERS_MAX = 1024
-"""Of a type; the expressions below take quadratic time."""
+"""Maximum length of a type's text; the expressions below take quadratic time."""
 SIZE_DIGITS_MAX = 9
 NOT_IN_TENSORS = ("bfloat16", "binary", "utf8")
 """Element types that Arrow's `fixed_shape_tensor` cannot have; Arrow has no bfloat16."""
@@ -40,7 +40,7 @@ class SentType(NamedTuple):
     Attributes:
         element: Type of the innermost values: an Arrow name of `dtypes`, `number`, or a type that
             needs conversion, such as `timestamp` or `decimal128(10, 2)`.
-        shape: Of one element of a list, or of one row.
+        shape: Shape of one element of a list, or of one row.
         is_ragged: Each row is a list of variable length.
         is_tensor: The column is a `fixed_shape_tensor`.
     """
@@ -65,7 +65,7 @@ class SentType(NamedTuple):
         return f"list<{text}>" if self.is_ragged else text
 
     def admits(self, element: str) -> bool:
-        """Whether a column with these innermost values is accepted."""
+        """Return whether a column with these innermost values is accepted."""
         if self.element == NUMBER:
             return element in BY_ARROW and bool(BY_ARROW[element].arrow_bits)
         if self.is_text:
@@ -109,8 +109,8 @@ def parse_sent_type(text: str) -> SentType:
         return SentType(re.sub(r"\s*,\s*", ", ", element), shape, is_ragged)
     if element == "bool8":
         inner = f"{sized[1]}bool{sized[3]}"
-    plain = parse_column_type(inner)
-    return SentType(plain.dtype_name, plain.shape, is_ragged, plain.is_tensor)
+    parsed = parse_column_type(inner)
+    return SentType(parsed.dtype_name, parsed.shape, is_ragged, parsed.is_tensor)
 
 
 def parse_column_type(text: str) -> ColumnType:
@@ -120,12 +120,12 @@ def parse_column_type(text: str) -> ColumnType:
     inner, is_tensor = text.strip(), False
     if match := re.fullmatch(r"fixed_shape_tensor<\s*(\w+)\s*>\s*\[([^\[\]]*)\]", inner):
         inner, is_tensor = match[1], True
-        sizes = [_size(part, text) for part in match[2].split(",")]
+        sizes = [_parse_size(part, text) for part in match[2].split(",")]
         is_supported = inner in BY_ARROW and inner not in NOT_IN_TENSORS
         require(is_supported, f"element type `{inner}` of `{text}` is not supported")
     else:
         while match := re.fullmatch(r"fixed_size_list<(.*)>\s*\[\s*(\d+)\s*\]", inner):
-            sizes.append(_size(match[2], text))
+            sizes.append(_parse_size(match[2], text))
             inner = match[1].strip()
         nested = "fixed_size_list<TYPE>[N] to any depth and fixed_shape_tensor<TYPE>[A, B]"
         supported = f"supported are {', '.join(BY_ARROW)}, {nested}"
@@ -141,7 +141,7 @@ def _require_short(text: str) -> None:
     require(len(text) <= CHARACTERS_MAX, problem)
 
 
-def _size(part: str, text: str) -> int:
+def _parse_size(part: str, text: str) -> int:
     part = part.strip()
     is_size = part.isascii() and part.isdecimal() and len(part) <= SIZE_DIGITS_MAX
     require(is_size, f"`{text}` has the size `{part}`, expected a whole number of elements")

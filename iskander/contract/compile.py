@@ -23,7 +23,7 @@ BatchAxis = tuple[int | None, set[str]]
 
 
 def derive_manifest(graph: Graph) -> Manifest:
-    """The manifest of a graph without one: a column for each tensor, with the tensor's name.
+    """Return a manifest for a graph without a manifest: each tensor is a column of its name.
 
     Raises:
         ManifestError: A tensor's type has no column type, or a trailing dimension is not fixed.
@@ -31,12 +31,12 @@ def derive_manifest(graph: Graph) -> Manifest:
     return Manifest(
         format=1,
         inputs=tuple(
-            InputColumn(tensor=each.name, column=each.name, type=_derived_type(each, "input"))
-            for each in graph.inputs
+            InputColumn(tensor=tensor.name, column=tensor.name, type=_derived_type(tensor, "input"))
+            for tensor in graph.inputs
         ),
         outputs=tuple(
-            OutputColumn(each.name, _derived_type(each, "output"), each.name)
-            for each in graph.outputs
+            OutputColumn(output.name, _derived_type(output, "output"), output.name)
+            for output in graph.outputs
         ),
     )
 
@@ -61,7 +61,7 @@ def require_clear_rows(graph: Graph) -> None:
 
 
 def declared_graph(manifest: Manifest) -> Graph:
-    """The graph of a model whose files declare no tensors, from `[graph]`.
+    """Return the graph that `[graph]` declares, for a model whose files declare no tensors.
 
     A tensor without an entry has the type of its column.
 
@@ -86,23 +86,23 @@ def compile_contract(
 ) -> Contract:
     """Compile a manifest, or one derived from the graph, into a contract.
 
-    The manifest names every input of the graph. It may omit outputs; these are not computed.
-    `string_bytes` is the maximum of one string in a result.
+    The manifest names every input of the graph. It may omit outputs; the model does not compute
+    omitted outputs. `string_bytes` is the maximum of one string in a result.
     """
     if manifest is None:
         require_clear_rows(graph)
         manifest = derive_manifest(graph)
     require(bool(graph.inputs), "the graph has no inputs; a batch needs at least one")
     require(bool(manifest.outputs), "the manifest names no outputs")
-    named = [entry.column for entry in manifest.inputs if entry.column is not None]
-    require_distinct("column", named, "[[inputs]]")
-    fed = [name for entry in manifest.inputs for name in tensors_of(entry)]
-    require_distinct("tensor", fed, "[[inputs]]")
+    column_names = [entry.column for entry in manifest.inputs if entry.column is not None]
+    require_distinct("column", column_names, "[[inputs]]")
+    fed_tensors = [name for entry in manifest.inputs for name in tensors_of(entry)]
+    require_distinct("tensor", fed_tensors, "[[inputs]]")
     columns = tuple(entry.column for entry in manifest.outputs)
     require_distinct("column", columns, "[[outputs]]")
     graph_inputs = {tensor.name: tensor for tensor in graph.inputs}
     graph_outputs = {tensor.name: tensor for tensor in graph.outputs}
-    unnamed = [name for name in graph_inputs if name not in fed]
+    unnamed = [name for name in graph_inputs if name not in fed_tensors]
     require(not unnamed, f"the graph's inputs {quoted(unnamed)} are not in the manifest")
 
     rows_fixed, _ = axis = _batch_axis(graph.inputs)
@@ -114,7 +114,7 @@ def compile_contract(
             _compile_spec(output.column, output.type, output.tensor, graph_outputs, "output")
     compiled = compile_outputs(manifest.outputs, graph, labels or {}, string_bytes)
     outputs = tuple(
-        _output(finish, compiled.is_plain, graph_outputs, axis) for finish in compiled.finishes
+        _result_spec(finish, compiled.is_plain, graph_outputs, axis) for finish in compiled.finishes
     )
     has_strings = any(spec.is_string for spec in (*inputs, *outputs))
     for spec in outputs:
@@ -131,13 +131,13 @@ def _declared_tensors(types: dict[str, str]) -> tuple[GraphTensor, ...]:
     return tuple(GraphTensor(n, kind.dtype.onnx, ("rows", *kind.shape)) for n, kind in columns)
 
 
-def _output(
+def _result_spec(
     finish: PostProcessing, is_plain: bool, tensors: dict[str, GraphTensor], axis: BatchAxis
 ) -> TensorSpec:
-    """The spec of a result, with its rows checked and `is_bound` set from the graph's shape.
+    """Check the rows of a result; return its spec with `is_bound` set from the graph's shape.
 
-    One declared row beside any number of input rows may be wrong, as LightGBM's labels are: the
-    load finds out by its runs.
+    A graph may declare one row of a result beside any number of input rows, as LightGBM does for
+    labels: the warm-up runs of the load then find out the number of rows.
     """
     spec, name, (rows_fixed, symbols) = finish.spec, finish.source.tensor, axis
     leading, *trailing = tensors[name].shape or (None,)

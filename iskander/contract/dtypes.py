@@ -35,7 +35,7 @@ class Dtype(NamedTuple):
     arrow_bits: int
 
     def buffer_bytes(self, count: int) -> int:
-        """Bytes of an Arrow buffer with `count` values, or with the offsets of `count` strings."""
+        """Count bytes of an Arrow buffer with `count` values or the offsets of `count` strings."""
         if self.arrow_bits:
             return (count * self.arrow_bits + 7) // 8
         return (count + 1) * OFFSET_BYTES

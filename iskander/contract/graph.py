@@ -31,13 +31,13 @@ class Graph(msgspec.Struct, frozen=True, array_like=True):
 
 
 def named_tensor(tensors: dict[str, GraphTensor], name: str, side: str) -> GraphTensor:
-    """The graph's tensor of a name, on the side `input` or `output`."""
+    """Return the graph's tensor with a name; `side` is `input` or `output`, for the error."""
     problem = f"{side} tensor `{name}` is not in the graph, which has {quoted(tensors)}"
     return required(tensors.get(name), problem)
 
 
 def supported_dtype(tensor: GraphTensor, where: str) -> Dtype:
-    """The element type of a tensor; rejects unsupported types, and scalars."""
+    """Return the element type of a tensor; reject unsupported types, and scalars."""
     supported = f"which is not supported; supported are {', '.join(BY_ONNX)}"
     dtype = required(BY_ONNX.get(tensor.element), f"{where} is a {tensor.element}, {supported}")
     require(len(tensor.shape) > 0, f"{where} is a scalar and has no axis for rows")
@@ -45,7 +45,9 @@ def supported_dtype(tensor: GraphTensor, where: str) -> Dtype:
 
 
 def row_shape(declared: tuple[int, ...], axes: Sequence[Dimension]) -> tuple[int, ...] | None:
-    """The shape of one row, or None if the declared shape does not fit the axes beside the rows.
+    """Return the shape of one row.
+
+    None if the declared shape does not fit the axes beside the rows.
 
     A single value fits axes of size 1.
     """

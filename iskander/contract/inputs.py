@@ -3,7 +3,7 @@
     [[inputs]]   ->  specs of the tensor, and of its mask and lengths
                  ->  the entry, with the defaults that depend on the graph
 
-A key of another kind of column, or one that contradicts another key, is an error.
+A key that does not apply to the column's kind, or that contradicts another key, is an error.
 
 Pure. Runs on: the worker that loaded the graph, and the operator's tool.
 """
@@ -47,17 +47,17 @@ class BuiltInput(NamedTuple):
 
 
 def tensors_of(entry: InputColumn) -> list[str]:
-    """The graph's inputs that an entry feeds."""
+    """Return the graph's inputs that an entry feeds."""
     return [entry.tensor, *(name for name in (entry.mask, entry.lengths) if name)]
 
 
 def columns_of(entry: InputColumn) -> tuple[str, ...]:
-    """The names of an entry's columns."""
+    """Return the names of an entry's columns."""
     return entry.columns if entry.column is None else (entry.column,)
 
 
 def entries_of(contract: Contract) -> list[InputColumn]:
-    """The inputs as entries of a manifest, including columns without conversion."""
+    """Return the inputs as entries of a manifest, including columns without conversion."""
     sources = {entry.tensor: entry for entry in contract.sources}
     extra = {name for entry in contract.sources for name in tensors_of(entry)[1:]}
     return [
@@ -71,12 +71,12 @@ def entries_of(contract: Contract) -> list[InputColumn]:
 def require_smallest_request(
     contract: Contract, *, columns: int, batch_bytes: int, result_bytes: int
 ) -> None:
-    """Reject a model whose smallest request is above a limit: it would serve none.
+    """Reject a model whose smallest request is above a limit: it could serve no request.
 
     The limits are those of a batch: `limits.columns`, `limits.bytes` and `limits.result_bytes`.
     """
     rows = contract.rows_fixed or 1
-    names = {name.partition(".")[0] for each in entries_of(contract) for name in columns_of(each)}
+    names = {name.partition(".")[0] for entry in entries_of(contract) for name in columns_of(entry)}
     sent, returned = (body_layout(s, rows)[1] for s in (contract.inputs, contract.outputs))
     for found, what, limit, setting in (
         (len(names), "columns", columns, "limits.columns"),
@@ -89,13 +89,13 @@ def require_smallest_request(
 
 
 def entry_keys(entry: InputColumn) -> dict[str, Any]:
-    """The keys that an entry sets, with their values, as in a manifest."""
+    """Return the keys that an entry sets, with their values, as in a manifest."""
     built: dict[str, Any] = msgspec.to_builtins(entry)
     return built
 
 
 def is_tensor_as_sent(entry: InputColumn) -> bool:
-    """Whether an entry maps one column to a tensor without conversion."""
+    """Return whether an entry maps one column to a tensor without conversion."""
     if entry.column is None or not entry.type or entry_keys(entry).keys() - PLAIN_KEYS:
         return False
     sent = parse_sent_type(entry.type)
@@ -123,11 +123,11 @@ class InputCompiler:
         self._require_list_keys()
         self._require_conversion()
         self._require_vocabulary()
-        nulls = self._nulls()
-        length = self._max_length()
+        nulls = self._null_rule()
+        length = self._padded_length()
         inner = (length, *sent.shape) if length else sent.shape
         inner = (len(entry.columns),) if entry.columns else inner
-        shape = self._shape(inner)
+        shape = self._row_shape(inner)
         stored = "utf8" if self.has_vocabulary else self.dtype.arrow
         if sent.is_text and not self.has_vocabulary:
             stored = sent.element
@@ -153,7 +153,7 @@ class InputCompiler:
         return BuiltInput(specs, None if is_unconverted else source)
 
     def _derived_type(self) -> SentType:
-        """The column type of an entry without `type`."""
+        """Return the column type of an entry that has no key `type`."""
         entry = self.entry
         is_list = any(_is_set(entry, key) for key in LIST_KEYS)
         element = NUMBER if entry.cast else self.dtype.arrow
@@ -223,8 +223,8 @@ class InputCompiler:
         problem = f"looks up text, and the column is sent as `{sent}`"
         self._require(is_text, f"{problem}; `cast = true` makes text of whole numbers")
 
-    def _nulls(self) -> str:
-        """Check the keys of null handling; returns `nulls` or its default."""
+    def _null_rule(self) -> str:
+        """Check the keys of null handling; return `nulls` or its default."""
         entry = self.entry
         nulls = entry.nulls or ("reject" if entry.fill is None else "fill")
         problem = "is nullable, and no tensor can hold a null: set `nulls` to their replacement"
@@ -242,8 +242,11 @@ class InputCompiler:
             self._reject_key("mask", 'needs `nulls = "mask"`, or a list')
         return nulls
 
-    def _max_length(self) -> int:
-        """Padded length of a list, the largest bucket if there are buckets; 0 without lists."""
+    def _padded_length(self) -> int:
+        """Return the padded length of a list (with buckets, the largest).
+
+        0 for a column without lists.
+        """
         entry = self.entry
         if not self.sent.is_ragged:
             return 0
@@ -263,8 +266,8 @@ class InputCompiler:
         self._require(fixed in (None, length), f"{limit}, {in_graph}")
         return length or 0
 
-    def _shape(self, declared: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one row in the arena, checked against the graph."""
+    def _row_shape(self, declared: tuple[int, ...]) -> tuple[int, ...]:
+        """Check the shape of one row against the graph; return its shape in the arena."""
         entry = self.entry
         has_axis = not entry.one_hot or bool(self.trailing)
         self._require(has_axis, "is one-hot and has no axis for the entries")
@@ -274,10 +277,10 @@ class InputCompiler:
         return required(row_shape(declared, axes), f"{in_graph} and is sent as {got}")
 
     def _mask_or_lengths(self, name: str, key: str, inner: tuple[int, ...]) -> TensorSpec:
-        """The spec of a mask (a value for each element or list entry) or of lengths (one a row)."""
+        """Return the spec of a mask (per element or list entry) or of lengths (per row)."""
         tensor, dtype = self._graph_tensor(name)
         inner = inner[:1] if key == "mask" and self.sent.is_ragged else inner
-        kinds = [each.arrow for each in BY_ONNX.values() if each.arrow_bits]
+        kinds = [element_type.arrow for element_type in BY_ONNX.values() if element_type.arrow_bits]
         kinds = kinds if key == "mask" else [kind for kind in kinds if "int" in kind]
         is_kind = dtype.arrow in kinds and dtype.arrow != "bfloat16"
         has = f"has the {key} `{name}`"

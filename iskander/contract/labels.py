@@ -19,31 +19,31 @@ Labels = dict[str, tuple[str, ...]]
 
 
 def read_labels(path: Path, manifest: Manifest | None) -> Labels:
-    """The lines of every label file that a manifest names, by file name.
+    """Return the lines of every label file that a manifest names, by file name.
 
     Raises:
         ManifestError: A file cannot be read, is too large or empty, or is not beside the model.
     """
     folder = model_file(path).parent
-    return {name: _read(folder, name) for name in _names(manifest)}
+    return {name: _read_label_file(folder, name) for name in _label_files(manifest)}
 
 
 def named_files(manifest: Manifest | None) -> set[str]:
-    """Files beside a graph that its manifest names: labels, vocabularies, samples, results."""
+    """Return files that a manifest names: labels, vocabularies, samples, results."""
     if manifest is None:
         return set()
     warm_up = manifest.warm_up
-    return _names(manifest) | {name for name in (warm_up.samples, warm_up.results) if name}
+    return _label_files(manifest) | {name for name in (warm_up.samples, warm_up.results) if name}
 
 
-def _names(manifest: Manifest | None) -> set[str]:
+def _label_files(manifest: Manifest | None) -> set[str]:
     if manifest is None:
         return set()
     named = {source.labels for entry in manifest.outputs for source in entry.sources}
     return (named | {entry.vocabulary for entry in manifest.inputs}) - {""}
 
 
-def _read(folder: Path, name: str) -> tuple[str, ...]:
+def _read_label_file(folder: Path, name: str) -> tuple[str, ...]:
     is_name = "/" not in name and name not in (".", "..")
     require(is_name, f"labels `{name}` has to be the name of a file beside the model")
     try:

@@ -26,9 +26,9 @@ from iskander.foundation.decoders import thread_safe
 
 MANIFEST_BYTES_MAX = 1 << 20
 COLUMNS_MAX = 4096
-"""Columns of one tensor."""
+"""Maximum number of columns of one tensor."""
 LENGTH_MAX = 1 << 20
-"""Elements of one row of a list."""
+"""Maximum number of elements of one row of a list."""
 BUCKETS_MAX = 16
 
 Passthrough = Literal["all", "none"] | tuple[str, ...]
@@ -49,17 +49,18 @@ class InputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         nullable: Older form of `nulls`; `true` also requires `nulls`.
         nulls: Replacement of a null; by default a null is an error.
         fill: Value that replaces a null.
-        mask: Input of the graph that marks present values.
+        mask: Input of the graph that receives a mark for each value that is not null.
         cast: Accept other numeric types, if no value loses precision.
         unit: Unit of the numbers that replace dates and times.
         as: Conversion of decimals to numbers.
-        max_length: Elements of a row of lists.
+        max_length: Maximum number of elements in the list of a row.
         padding: Value that fills shorter rows.
         truncate: End of a longer row to keep, or `refuse` to reject the row.
-        lengths: Input of the graph with the length of each row.
+        lengths: Input of the graph that receives the length of each row's list.
         buckets: Lengths, ascending, that rows are padded to.
-        vocabulary: File beside the model with one word a line; a word becomes its line's index.
-        one_hot: Encode an index as a row of zeros with a one.
+        vocabulary: File beside the model with one word a line; the index of its line replaces a
+            word.
+        one_hot: Encode an index as a row of zeros with the number 1 at the index.
         unknown: Index of a word that the vocabulary does not contain.
     """
 
@@ -152,17 +153,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def model_file(path: Path, backend: str = "onnx") -> Path:
-    """The model file of a configured path: for a folder, the ONNX graph or the manifest."""
+    """Return the model file of a configured path: in a folder, the ONNX graph or the manifest."""
     if not path.is_dir():
         return path
     return path / ("model.onnx" if backend == "onnx" else "manifest.toml")
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The `manifest.toml` beside the model, or None if there is none.
+    """Return the `manifest.toml` beside the model, or None if the file does not exist.
 
     Raises:
-        ManifestError: The file cannot be read, or is not a manifest; names the key and the rule.
+        ManifestError: The file cannot be read, or breaks a rule; the error names the key and the
+            rule.
     """
     file = existing_inside(model_file(path).parent, "manifest.toml")
     if file is None:

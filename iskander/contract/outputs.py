@@ -29,12 +29,12 @@ class Quantization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A step with a parameter; exactly one key is set.
+    """A post-processing step with a parameter; exactly one key is set.
 
     Attributes:
         top_k: Number of the largest values of the last axis to return, with labels and scores.
         select: Index in the last axis to return.
-        threshold: Compare each number: true if it is this or above.
+        threshold: Compare each number with this one: true if it is equal or larger.
         quantize: Quantize to int8.
         cast: Numeric type to cast to.
     """
@@ -66,7 +66,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 Post = Literal["softmax", "sigmoid", "argmax", "l2"] | Step
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class OutputSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A tensor of the graph and its post-processing; `OutputColumn` explains the keys.
 
     With `list_max`, `shape` is the shape of a list entry.
@@ -104,15 +104,16 @@ class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 class OutputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`[[outputs]]` of a manifest: a result column.
 
-    It has one of: `tensor` with the keys of `Source`; `fields` with a `Source` for each field of a
-    struct; `rank`.
+    It has one of: `tensor` with the keys of `OutputSource`; `fields` with an `OutputSource` for
+    each field of a struct; `rank`.
 
     Attributes:
         column: Name of the column.
         type: Arrow type after all steps.
         tensor: Output of the graph.
         post: Post-processing steps, in order.
-        labels: File beside the model with one label a line; labels replace the final numbers.
+        labels: File beside the model with one label a line; the labels replace the numbers after
+            the last step.
         keys: For a sequence of maps: keys of the values to return, in order.
         sequence: For a sequence of tensors: whether each tensor is a row or a column.
         shape: For a sequence of tensors: shape of a row, if steps change it to that of `type`.
@@ -132,15 +133,15 @@ class OutputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     shape: tuple[Count, ...] | None = None
     list_max: Count | None = None
     lengths: str = ""
-    fields: dict[str, Source] = {}
+    fields: dict[str, OutputSource] = {}
     rank: Rank | None = None
 
     @property
-    def source(self) -> Source:
-        """The tensor and steps of the whole column."""
-        return Source(*(getattr(self, key) for key in Source.__struct_fields__))
+    def source(self) -> OutputSource:
+        """The tensor and post-processing steps of the whole column."""
+        return OutputSource(*(getattr(self, key) for key in OutputSource.__struct_fields__))
 
     @property
-    def sources(self) -> list[Source]:
-        """Every tensor of the column, with its steps."""
+    def sources(self) -> list[OutputSource]:
+        """Every tensor of the column, with its post-processing steps."""
         return list(self.fields.values()) or ([self.source] if self.tensor else [])

@@ -1,6 +1,6 @@
 """Safe access to files of a model folder whose names come from untrusted input.
 
-The folder itself may be a link, which is the decision of those who can write beside it.
+The folder itself may be a link: who can write beside the folder decides where it is.
 
 Runs on: the gateway's loads, the worker that loads the model, and the operator's tool.
 """
@@ -17,11 +17,12 @@ from iskander.errors import ManifestError
 
 
 def path_inside(folder: Path, name: str, *, is_folder_allowed: bool = False) -> Path:
-    """The path of a file, or a folder if allowed, in a model folder.
+    """Return the path of a file, or of a folder if allowed, in a model folder.
 
     Raises:
         ManifestError: The file is outside the folder, directly or through a link, has several hard
-            links, is of another kind, is the folder itself, or does not exist.
+            links, is neither a file nor an allowed folder, is the model folder itself, or does not
+            exist.
     """
     pure = PurePosixPath(name)
     shown = name[:100]
@@ -45,7 +46,10 @@ def path_inside(folder: Path, name: str, *, is_folder_allowed: bool = False) -> 
 
 
 def existing_inside(folder: Path, name: str) -> Path | None:
-    """The path of a file in a model folder, as `path_inside`; None if there is no such entry."""
+    """Return the path of a file in a model folder, as `path_inside`.
+
+    None if no such file exists.
+    """
     try:
         os.lstat(folder / name)
     except (FileNotFoundError, NotADirectoryError):
@@ -56,7 +60,7 @@ def existing_inside(folder: Path, name: str) -> Path | None:
 
 
 def read_plain(file: Path, bytes_max: int) -> bytes:
-    """The first `bytes_max` bytes of a regular file; a read of a FIFO could block for ever.
+    """Return the first `bytes_max` bytes of a regular file; a read of a FIFO could block for ever.
 
     Raises:
         OSError: The file cannot be read, or is not regular.

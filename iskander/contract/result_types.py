@@ -27,7 +27,7 @@ _WORD = re.compile(r"\s*(\w+)\s*")
 
 
 class Value(msgspec.Struct, frozen=True):
-    """The innermost values; `dtype_name` is an Arrow name of `dtypes`."""
+    """Type of the innermost values of a column; `dtype_name` is an Arrow name of `dtypes`."""
 
     dtype_name: str
 
@@ -36,7 +36,7 @@ class Value(msgspec.Struct, frozen=True):
 
 
 class ListOf(msgspec.Struct, frozen=True):
-    """A list in each row; `size` is None for a variable length."""
+    """Type of a list in each row; `size` is None for a variable length."""
 
     item: ResultType
     size: int | None
@@ -48,7 +48,7 @@ class ListOf(msgspec.Struct, frozen=True):
 
 
 class StructOf(msgspec.Struct, frozen=True):
-    """Fields by name."""
+    """Type of a struct: its fields by name."""
 
     fields: tuple[tuple[str, ResultType], ...]
 
@@ -64,7 +64,7 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: Names of the enclosing struct fields.
-        sizes: Of the enclosing lists; None for a variable length.
+        sizes: Sizes of the enclosing lists, outermost first; None for a variable length.
     """
 
     path: tuple[str, ...]
@@ -73,7 +73,7 @@ class Leaf(NamedTuple):
 
 
 def parse_result_type(text: str) -> ResultType | None:
-    """Parse a type with a list or a struct; None if one tensor is the whole column."""
+    """Parse a type with a list or a struct; return None if one tensor is the whole column."""
     if not re.search(r"(?<!\w)(?:list|struct)\s*<", text):
         return None
     kind, end = _parse(text, 0, 0)
@@ -83,7 +83,7 @@ def parse_result_type(text: str) -> ResultType | None:
 
 
 def leaves_of(kind: ResultType | ColumnType) -> list[Leaf]:
-    """Every tensor of a column of this type, in field order."""
+    """Return every tensor of a column of this type, in field order."""
     if isinstance(kind, ListOf):
         return [leaf._replace(sizes=(kind.size, *leaf.sizes)) for leaf in leaves_of(kind.item)]
     if isinstance(kind, StructOf):
@@ -97,7 +97,7 @@ def leaves_of(kind: ResultType | ColumnType) -> list[Leaf]:
 
 def _parse(text: str, at: int, depth: int) -> tuple[ResultType, int]:
     require(depth <= RANK_MAX, f"`{text}` is nested deeper than {RANK_MAX} levels")
-    word = _match(_WORD, text, at)
+    word = _match_at(_WORD, text, at)
     name, at = word[1], word.end()
     if not text.startswith("<", at):
         return Value(parse_column_type(name).dtype_name), at
@@ -106,17 +106,17 @@ def _parse(text: str, at: int, depth: int) -> tuple[ResultType, int]:
     if name not in ("list", "fixed_size_list"):
         raise _syntax_error(text, at)
     item, at = _parse(text, at + 1, depth + 1)
-    at = _match(_END, text, at).end()
+    at = _match_at(_END, text, at).end()
     if name == "list":
         return ListOf(item, None), at
-    size = _match(_SIZE, text, at)
+    size = _match_at(_SIZE, text, at)
     return ListOf(item, int(size[1])), size.end()
 
 
 def _parse_struct(text: str, at: int, depth: int) -> tuple[StructOf, int]:
     fields: list[tuple[str, ResultType]] = []
     while True:
-        field = _match(_FIELD, text, at)
+        field = _match_at(_FIELD, text, at)
         kind, at = _parse(text, field.end(), depth + 1)
         fields.append((field[1], kind))
         if comma := _COMMA.match(text, at):
@@ -124,10 +124,10 @@ def _parse_struct(text: str, at: int, depth: int) -> tuple[StructOf, int]:
             continue
         is_distinct = len({name for name, _ in fields}) == len(fields)
         require(is_distinct, f"`{text}` has two fields of one name")
-        return StructOf(tuple(fields)), _match(_END, text, at).end()
+        return StructOf(tuple(fields)), _match_at(_END, text, at).end()
 
 
-def _match(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
+def _match_at(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
     match = pattern.match(text, at)
     if match is None:
         raise _syntax_error(text, at)

@@ -1,7 +1,7 @@
 """Runtime of a loaded model: library, execution providers and threads.
 
-Each of them changes the last bits of results. So two jobs, or two servers of one job, need the same
-runtime if their results must have equal bits.
+Library, providers and threads change the last bits of results. So two jobs, or two servers of one
+job, need the same runtime if their results must have equal bits.
 
 Pure. Runs on: gateway and workers.
 """
@@ -14,12 +14,13 @@ from typing import NamedTuple
 LIBRARY_CHARACTERS_MAX = 200
 PROVIDERS_MAX = 16
 RUNTIMES_MAX = 16
-"""Runtimes of one model version; they differ by the devices and cores of its workers."""
+"""Maximum number of runtimes of one model version; they differ by the devices and cores of its
+workers."""
 SEPARATOR = " | "
 
 
 class Runtime(NamedTuple):
-    """What computes the batches of a model in a worker.
+    """The library, providers and threads that compute the batches of a model in a worker.
 
     Attributes:
         library: Name and version, such as `ONNX Runtime 1.31.1`; empty if unknown.
@@ -41,8 +42,8 @@ class Runtime(NamedTuple):
 
 
 def make_runtime(library: str, providers: Iterable[str], threads: int) -> Runtime:
-    """Make a runtime from the values that a worker sent, cut to their limits."""
-    names = [each[:LIBRARY_CHARACTERS_MAX] for each in providers]
+    """Make a runtime from the values that a worker sent; cut each value to its limit."""
+    names = [provider[:LIBRARY_CHARACTERS_MAX] for provider in providers]
     return Runtime(library[:LIBRARY_CHARACTERS_MAX], tuple(names[:PROVIDERS_MAX]), threads)
 
 
@@ -53,12 +54,12 @@ def with_runtime(known: tuple[Runtime, ...], new: Runtime) -> tuple[Runtime, ...
     return tuple(sorted((*known, new)))
 
 
-def unexpected(runtimes: Iterable[Runtime], expected: str) -> str:
-    """Names of the runtimes that are not among expected ones; empty if all are.
+def unexpected_runtimes(runtimes: Iterable[Runtime], expected: str) -> str:
+    """Return the names of the runtimes that are not expected; empty if all are expected.
 
     Args:
         runtimes: Runtimes of a model version.
-        expected: Names, with `SEPARATOR` between them.
+        expected: Names of the expected runtimes, with `SEPARATOR` between the names.
     """
     names = expected.split(SEPARATOR)
-    return SEPARATOR.join(each.name for each in runtimes if each.name not in names)
+    return SEPARATOR.join(runtime.name for runtime in runtimes if runtime.name not in names)

@@ -27,12 +27,12 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """One column and its tensor.
 
     Attributes:
-        column: Name in the record batch.
-        tensor: Name in the graph.
+        column: Name of the column in the record batch.
+        tensor: Name of the tensor in the graph.
         type: The column's Arrow type.
         shape: The tensor's shape without the batch axis.
-        is_bound: For outputs: the shape is known before the run, so the runtime can write directly
-            into the output arena.
+        is_bound: Whether an output's shape is known before the run, so that the runtime can write
+            directly into the output arena.
         string_bytes: For string outputs: the maximum bytes of one string.
     """
 
@@ -50,11 +50,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def elements(self) -> int:
-        """Elements of one row."""
+        """Number of elements of one row."""
         return prod(self.shape)
 
     def buffer_bytes(self, rows: int) -> int:
-        """Bytes of the Arrow buffer for `rows` rows: values, or offsets of strings."""
+        """Return the bytes of the Arrow buffer for `rows` rows: values, or offsets of strings."""
         return self.type.dtype.buffer_bytes(rows * self.elements)
 
 
@@ -63,11 +63,11 @@ class ResultColumn(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         column: Name of the column.
-        type: As spelled in a manifest.
+        type: Arrow type of the column, as spelled in a manifest.
         outputs: Indices of the contract's outputs in the column, in the order of its type; for a
             rank, the output to rank by.
-        source: Description of the source, for people.
-        rank: Set for a rank, which the gateway computes.
+        source: Description of the column's tensors and steps, for people.
+        rank: Options of a rank, which the gateway computes; None for any other column.
     """
 
     column: str
@@ -78,7 +78,7 @@ class ResultColumn(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_assembled(self) -> bool:
-        """Whether the gateway assembles it: a rank, a list or a struct."""
+        """Whether the gateway assembles the column: a rank, a list or a struct."""
         return self.rank is not None or parse_result_type(self.type) is not None
 
 
@@ -90,9 +90,9 @@ class Contract(msgspec.Struct, frozen=True, array_like=True):
         passthrough: Columns that the response returns unchanged; `all`: every column that is not
             an input.
         rows_fixed: Number of rows of every batch, if the graph's batch axis is fixed.
-        columns: Of a result record batch; empty if each output is a column.
-        column_order: Of result columns and passed-through columns.
-        sources: Entries of the inputs with conversion; the other inputs are their specs' columns.
+        columns: Columns of a result record batch; empty if each output is a column.
+        column_order: Order of the result columns and the passed-through columns.
+        sources: Entries of the inputs with conversion; every other input is the column of its spec.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -105,12 +105,12 @@ class Contract(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def ranks(self) -> list[Rank]:
-        """Ranks among the result columns; they need all rows of a request."""
+        """The result columns that are ranks, which need all rows of a request."""
         return [column.rank for column in self.columns if column.rank is not None]
 
 
 def body_layout(specs: tuple[TensorSpec, ...], rows: int) -> tuple[list[int], int]:
-    """The layout of a batch's body in an arena, computed alike by gateway and worker.
+    """Compute the layout of a batch's body in an arena; gateway and worker get the same layout.
 
     Returns:
         The offset of each column from the body's start, and the body's length; in bytes. The length

@@ -21,7 +21,7 @@ def require(is_met: bool, message: str) -> None:
 
 
 def required(value: Found | None, message: str) -> Found:
-    """The value; raise a `ManifestError` if it is None."""
+    """Return a value, or raise a `ManifestError` if the value is None."""
     if value is None:
         raise ManifestError(message)
     return value
@@ -34,15 +34,15 @@ def require_distinct(kind: str, names: Iterable[str], where: str) -> None:
 
 
 def repeated(names: Iterable[str]) -> list[str]:
-    """The names that occur more than once."""
+    """Return the names that occur more than once."""
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Names in backticks, for an error text."""
+    """Return the names in backticks, for an error text."""
     return ", ".join(f"`{name}`" for name in names) or "none"
 
 
 def shape_text(shape: Iterable[int | str | None]) -> str:
-    """A shape for an error text, with `?` for each unknown size."""
+    """Return a shape as text for an error, with `?` for each unknown size."""
     return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"

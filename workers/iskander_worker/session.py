@@ -19,7 +19,7 @@ from iskander.contract.compile import compile_contract
 from iskander.contract.graph import Graph
 from iskander.contract.labels import Labels, read_labels
 from iskander.contract.manifest import Manifest, WarmUp, model_file, read_manifest
-from iskander.contract.processing.buckets import variants
+from iskander.contract.processing.buckets import contracts_of_buckets
 from iskander.contract.processing.postprocess import compile_outputs
 from iskander.contract.processing.row_relation import RowRelation
 from iskander.contract.processing.rows import RowCopier
@@ -134,7 +134,9 @@ class Session:
         can_bind = can_bind and all(spec.type.dtype_name != "bool" for spec in columns)
         self.launcher = launcher if can_bind else None
         self.workspaces = self._make_workspaces()
-        self._buckets = tuple(map(self._session_of_bucket, variants(self.contract)[:-1]))
+        self._buckets = tuple(
+            map(self._session_of_bucket, contracts_of_buckets(self.contract)[:-1])
+        )
 
     @property
     def relation(self) -> RowRelation:

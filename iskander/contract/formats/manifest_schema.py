@@ -31,8 +31,8 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 """The tables of a manifest, by their TOML header."""
 
 
-class Key(NamedTuple):
-    """One key of a table; `default` is None for a required key."""
+class TableKey(NamedTuple):
+    """One key of a table of the manifest; `default` is None for a required key."""
 
     name: str
     type: str
@@ -41,7 +41,7 @@ class Key(NamedTuple):
 
 
 def manifest_schema() -> dict[str, Any]:
-    """The JSON schema of a manifest, for its TOML as parsed."""
+    """Return the JSON schema of a manifest's parsed TOML."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "manifest.toml of an Iskander model",
@@ -49,8 +49,8 @@ def manifest_schema() -> dict[str, Any]:
     }
 
 
-def keys_of(table: type[msgspec.Struct]) -> Iterator[Key]:
-    """Every key of a table, in declaration order."""
+def keys_of(table: type[msgspec.Struct]) -> Iterator[TableKey]:
+    """Yield every key of a table, in declaration order."""
     hints, sentences = get_type_hints(table, include_extras=True), _attribute_texts(table)
     for field in msgspec.structs.fields(table):
         default: str | None = None
@@ -59,34 +59,36 @@ def keys_of(table: type[msgspec.Struct]) -> Iterator[Key]:
             is_table = isinstance(value, msgspec.Struct) or value is None
             default = "" if is_table else msgspec.json.encode(value).decode()
         sentence = sentences.get(field.encode_name) or sentences.get(field.name, "")
-        yield Key(field.encode_name, _type_text(hints[field.name]), default, sentence)
+        yield TableKey(field.encode_name, _type_text(hints[field.name]), default, sentence)
 
 
 def _attribute_texts(kind: type) -> dict[str, str]:
-    """The `Attributes:` of a class docstring, each as one line."""
+    """Return the sentences under `Attributes:` of a class docstring, by attribute."""
     _, _, attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")
     found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
 
 
 def _type_text(hint: Any) -> str:  # noqa: ANN401
-    """A declared type in words, from its JSON schema."""
+    """Return a declared type in words, from its JSON schema."""
     schema = msgspec.json.schema(get_args(hint)[0] if hasattr(hint, "__metadata__") else hint)
-    return _words(schema, schema.get("$defs", {}))
+    return _schema_words(schema, schema.get("$defs", {}))
 
 
-def _words(schema: dict[str, Any], named: dict[str, Any]) -> str:
+def _schema_words(schema: dict[str, Any], named: dict[str, Any]) -> str:
     if "anyOf" in schema:
-        parts = [_words(part, named) for part in schema["anyOf"] if part.get("type") != "null"]
+        parts = [
+            _schema_words(part, named) for part in schema["anyOf"] if part.get("type") != "null"
+        ]
         return " or ".join(dict.fromkeys(parts))
     if "enum" in schema:
         return " or ".join(
             msgspec.json.encode(value).decode() for value in schema["enum"] if value is not None
         )
     if "$ref" in schema:
-        return _words(named.get(schema["$ref"].rpartition("/")[2], {}), named)
+        return _schema_words(named.get(schema["$ref"].rpartition("/")[2], {}), named)
     kind = schema.get("type", "anything")
     if kind == "array":
-        return f"list of {_words(schema.get('items') or {}, named)}"
+        return f"list of {_schema_words(schema.get('items') or {}, named)}"
     words = {"string": "text", "object": "table", "boolean": "true or false", "null": "nothing"}
     return words.get(kind, str(kind))

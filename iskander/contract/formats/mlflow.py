@@ -28,10 +28,10 @@ SIZE_MAX = 10**9
 
 
 def manifest_of_signature(document: Any) -> Manifest:  # noqa: ANN401
-    """The manifest of a parsed `MLmodel` document, or of the signature in it.
+    """Return the manifest of a parsed `MLmodel` document, or of the signature in it.
 
     Raises:
-        ManifestError: There is no signature, or a column's type is not supported; names it.
+        ManifestError: There is no signature, or a column's type is not supported.
     """
     signature = document.get("signature", document) if isinstance(document, dict) else None
     if not isinstance(signature, dict) or not signature.get("inputs"):

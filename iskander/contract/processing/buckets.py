@@ -25,28 +25,28 @@ def require_one_set(entries: tuple[InputColumn, ...]) -> None:
 
 
 def buckets_of(contract: Contract) -> tuple[int, ...]:
-    """Elements of a row in each bucket, ascending; empty for a contract without buckets."""
+    """Return the list length of each bucket, ascending; empty for a contract without buckets."""
     return next((entry.buckets for entry in contract.sources if entry.buckets), ())
 
 
-def variants(contract: Contract) -> tuple[Contract, ...]:
-    """The contract of each bucket; the contract itself if it has none."""
+def contracts_of_buckets(contract: Contract) -> tuple[Contract, ...]:
+    """Return the contract of each bucket; only the contract itself if it has no buckets."""
     buckets = buckets_of(contract)
     if not buckets:
         return (contract,)
     padded, contracts = bucketed_tensors(contract), []
     for length in buckets:
-        specs = (_of_length(s, length) if s.tensor in padded else s for s in contract.inputs)
+        specs = (_with_length(s, length) if s.tensor in padded else s for s in contract.inputs)
         contracts.append(msgspec.structs.replace(contract, inputs=tuple(specs)))
     return tuple(contracts)
 
 
 def bucketed_tensors(contract: Contract) -> set[str]:
-    """The tensors whose second axis has the length of the bucket."""
+    """Return the tensors whose second axis has the length of the bucket."""
     bucketed = [entry for entry in contract.sources if entry.buckets]
     return {name for entry in bucketed for name in (entry.tensor, entry.mask) if name}
 
 
-def _of_length(spec: TensorSpec, length: int) -> TensorSpec:
+def _with_length(spec: TensorSpec, length: int) -> TensorSpec:
     column_type = msgspec.structs.replace(spec.type, shape=(length, *spec.type.shape[1:]))
     return msgspec.structs.replace(spec, type=column_type, shape=(length, *spec.shape[1:]))

@@ -54,13 +54,15 @@ def connect_steps(steps: Sequence[PipelineStep], graphs: Sequence[Graph]) -> Con
             require(is_new, f"step `{step.name}` makes `{name}`, which exists already")
             produced[name] = tensor
         connected.append(StepNames(step.name, inputs, outputs))
-    return ConnectedSteps(tuple(connected), Graph(_rename(external), _rename(produced)))
+    return ConnectedSteps(
+        tuple(connected), Graph(_rename_tensors(external), _rename_tensors(produced))
+    )
 
 
 def _pipeline_names(
     step: PipelineStep, side: str, renamed: dict[str, str], tensors: tuple[GraphTensor, ...]
 ) -> dict[str, str]:
-    """Map tensor names of a step to pipeline names; by default the same."""
+    """Map tensor names of a step to pipeline names; by default, the names are equal."""
     names = {tensor.name: tensor.name for tensor in tensors}
     for unknown in sorted(set(renamed) - set(names)):
         problem = f"has no `{unknown}` among its {side}, which are {', '.join(names)}"
@@ -81,7 +83,7 @@ def _require_type(step: PipelineStep, name: str, known: GraphTensor, needed: Gra
     require(fits, f"step `{step.name}` takes {expected}, and it is {got}")
 
 
-def _rename(tensors: dict[str, GraphTensor]) -> tuple[GraphTensor, ...]:
+def _rename_tensors(tensors: dict[str, GraphTensor]) -> tuple[GraphTensor, ...]:
     """Rename tensors, with one symbol for the rows of all steps."""
     found = []
     for name, tensor in tensors.items():

@@ -15,7 +15,7 @@ import msgspec
 from iskander.contract.column_types import ColumnType, parse_column_type
 from iskander.contract.graph import Graph, GraphTensor, named_tensor
 from iskander.contract.labels import Labels
-from iskander.contract.outputs import OutputColumn, Source
+from iskander.contract.outputs import OutputColumn, OutputSource
 from iskander.contract.processing import steps
 from iskander.contract.result_types import (
     Leaf,
@@ -39,16 +39,16 @@ class PostProcessing(NamedTuple):
     """Computation of one result tensor.
 
     Attributes:
-        source: The graph's tensor and the steps.
-        raw: Element type and known shape of the source as one tensor.
-        is_tensor: The source is a tensor, not a sequence.
+        source: The graph's tensor and its post-processing steps.
+        raw: Element type and known shape of the source as one tensor, before any step.
+        is_tensor: Whether the source is a tensor, not a sequence.
         part: Part of a `top_k` result: `label`, `index` or `score`; `length` for lists of variable
             length; else empty.
-        labels: Replace the final numbers, unless empty.
-        spec: The result.
+        labels: Labels that replace the numbers after the last step; empty: the numbers stay.
+        spec: Name, type and shape of the result.
     """
 
-    source: Source
+    source: OutputSource
     raw: steps.StepOutput
     is_tensor: bool
     part: str
@@ -57,9 +57,9 @@ class PostProcessing(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the graph's tensor without post-processing."""
+        """Whether the result is the graph's tensor without post-processing."""
         is_same = self.is_tensor and self.spec.tensor == self.source.tensor
-        return is_same and self.source == Source(self.source.tensor)
+        return is_same and self.source == OutputSource(self.source.tensor)
 
 
 class CompiledOutputs(NamedTuple):
@@ -87,7 +87,7 @@ def compile_outputs(
     problem = f"two results would be the tensor {quoted(twice)}; rename one of the columns"
     require(not twice, problem)
     columns = [
-        column if entry.rank is None else compiler.ranked(entry, column)
+        column if entry.rank is None else compiler.complete_rank(entry, column)
         for entry, column in zip(entries, columns, strict=True)
     ]
     sources = [finish.source.tensor for finish in finishes]
@@ -97,9 +97,13 @@ def compile_outputs(
 
 
 def is_plain(entry: OutputColumn) -> bool:
-    """Whether a column is one tensor of the graph without post-processing."""
+    """Return whether a column is one tensor of the graph without post-processing."""
     is_one = bool(entry.tensor) and not entry.fields and entry.rank is None
-    return is_one and entry.source == Source(entry.tensor) and parse_result_type(entry.type) is None
+    return (
+        is_one
+        and entry.source == OutputSource(entry.tensor)
+        and parse_result_type(entry.type) is None
+    )
 
 
 class _OutputCompiler:
@@ -114,23 +118,23 @@ class _OutputCompiler:
         self.used: set[str] = set()
 
     def add(self, entry: OutputColumn) -> None:
-        """Compile one column; `ranked` completes a rank when all columns are known."""
+        """Compile one column; `complete_rank` completes a rank when all columns are known."""
         where = f"output column `{entry.column}`"
         ways = bool(entry.tensor) + bool(entry.fields) + (entry.rank is not None)
         problem = f"needs exactly one of `tensor`, `fields` and `rank`, and has {ways}"
         require(ways == 1, f"{where} {problem}")
-        is_consistent = bool(entry.tensor) or entry.source == Source("")
+        is_consistent = bool(entry.tensor) or entry.source == OutputSource("")
         require(is_consistent, f"{where} has no `tensor`, which its other keys need")
         first = len(self.finishes)
         kind = parse_result_type(entry.type) or parse_column_type(entry.type)
         if entry.rank is None:
-            self.finishes += self._tensors(entry, where, kind)
+            self.finishes += self._compile_tensors(entry, where, kind)
         self.used |= {finish.spec.tensor for finish in self.finishes[first:]}
         description = "; ".join(_describe(source) for source in entry.sources)
         outputs = tuple(range(first, len(self.finishes)))
         self.columns.append(ResultColumn(entry.column, str(kind), outputs, description))
 
-    def _tensors(
+    def _compile_tensors(
         self, entry: OutputColumn, column: str, kind: ResultType | ColumnType
     ) -> list[PostProcessing]:
         """Compile the tensors of one column."""
@@ -151,10 +155,10 @@ class _OutputCompiler:
         for leaf, path in zip(leaves, paths, strict=True):
             source = entry.fields[path] if entry.fields else entry.source
             where = column + (f", field `{path}`" if path else "")
-            is_own = source == Source(source.tensor) and not path
+            is_own = source == OutputSource(source.tensor) and not path
             is_own = is_own and source.tensor not in self.used
             name = ".".join((entry.column, *leaf.path))
-            finish = self._tensor(where, source, leaf, path if is_top else "")
+            finish = self._compile_tensor(where, source, leaf, path if is_top else "")
             tensor = source.tensor if is_own else name
             spec = msgspec.structs.replace(finish.spec, column=name, tensor=tensor)
             if isinstance(kind, ColumnType) and kind.is_tensor:
@@ -168,7 +172,9 @@ class _OutputCompiler:
             _require_equal_lengths(entry.column, kind, [finish.spec.shape for finish in results], 0)
         return results
 
-    def _tensor(self, where: str, source: Source, leaf: Leaf, part: str) -> PostProcessing:
+    def _compile_tensor(
+        self, where: str, source: OutputSource, leaf: Leaf, part: str
+    ) -> PostProcessing:
         """Compile one result tensor, without its name."""
         graph_tensor = named_tensor(self.tensors, source.tensor, "output")
         raw = output = steps.source_tensor(where, source, graph_tensor, leaf.sizes)
@@ -194,20 +200,22 @@ class _OutputCompiler:
         is_same = output.dtype_name == leaf.dtype_name or (is_unchanged and are_strings)
         got = f"{output.dtype_name} {shape_text(output.shape[1:])} after all steps"
         require(is_same, f"{where} is {got}, and its type is {leaf.dtype_name}")
-        shape = _shape(where, output.shape[1:], sizes)
+        shape = _row_shape(where, output.shape[1:], sizes)
         longest = max(len(line.encode()) for line in lines) if lines else self.string_bytes
         column_type = ColumnType(leaf.dtype_name, shape if leaf.sizes else ())
         string_bytes = 0 if column_type.dtype.arrow_bits else max(longest, 1)
         spec = TensorSpec("", "", column_type, shape, is_bound=False, string_bytes=string_bytes)
         return PostProcessing(source, raw, not steps.is_sequence(graph_tensor), part, lines, spec)
 
-    def ranked(self, entry: OutputColumn, column: ResultColumn) -> ResultColumn:
-        """The column of a rank, with the output that it ranks by."""
+    def complete_rank(self, entry: OutputColumn, column: ResultColumn) -> ResultColumn:
+        """Return the column of a rank, with the output by whose values it ranks."""
         rank, where = entry.rank, f"output column `{entry.column}`"
         assert rank is not None
         got = f"its type is `{column.type}`"
         require(column.type == "int32", f"{where}: a rank is an int32, and {got}")
-        outputs = next((each.outputs for each in self.columns if each.column == rank.of), ())
+        outputs = next(
+            (compiled.outputs for compiled in self.columns if compiled.column == rank.of), ()
+        )
         specs = [self.finishes[index].spec for index in outputs]
         problem = "has to be an output column with one number a row"
         is_one = len(specs) == 1 and specs[0].elements == 1
@@ -238,7 +246,9 @@ def _require_equal_lengths(
         _require_equal_lengths(column, kind.item, shapes, depth + 1)
 
 
-def _require_list(where: str, source: Source, leaf: Leaf, tensors: dict[str, GraphTensor]) -> None:
+def _require_list(
+    where: str, source: OutputSource, leaf: Leaf, tensors: dict[str, GraphTensor]
+) -> None:
     """Allow `list_max` and `lengths` only for lists of variable length."""
     is_list = not leaf.path and leaf.sizes and leaf.sizes[0] is None
     require(bool(is_list), f"{where}: list_max and lengths are for a column `list<...>`")
@@ -251,8 +261,8 @@ def _require_list(where: str, source: Source, leaf: Leaf, tensors: dict[str, Gra
     require(fits or not source.lengths, f"{where}: lengths `{source.lengths}` {problem}")
 
 
-def _shape(where: str, computed: steps.Sizes, sizes: steps.Sizes) -> tuple[int, ...]:
-    """The shape of a row, from the column's type, the graph and the steps."""
+def _row_shape(where: str, computed: steps.Sizes, sizes: steps.Sizes) -> tuple[int, ...]:
+    """Return the shape of a row, from the column's type, the graph and the steps."""
     if not sizes and all(size == 1 for size in computed):
         sizes = computed
     shape = []
@@ -266,8 +276,8 @@ def _shape(where: str, computed: steps.Sizes, sizes: steps.Sizes) -> tuple[int, 
     return tuple(shape)
 
 
-def _describe(source: Source) -> str:
-    """Description of a source: its tensor and steps."""
+def _describe(source: OutputSource) -> str:
+    """Describe a source for people: its tensor and steps."""
     words = [source.tensor]
     if source.keys:
         words.append(f"keys {', '.join(map(str, source.keys))}")

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 Verdict = Literal["independent", "approximate", "undecided", "dependent"]
-"""In order: the first verdict permits the most."""
+"""Verdicts in the order of what they permit; the first permits the most."""
 
 _ORDER: tuple[Verdict, ...] = ("independent", "approximate", "undecided", "dependent")
 EVIDENCE_CHARACTERS_MAX = 400
@@ -24,11 +24,11 @@ class RowRelation(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         verdict: `independent`: the result of a row is the same in every batch, within the tolerance
-            of `contract.tolerance`. `approximate`: it differs by little, as with dynamic
-            quantization. `dependent`: it depends on the other rows. `undecided`: the measurement
-            could not find out.
-        evidence: What was run and found, for people.
-        combine: `combine` of the manifest; None: the verdict decides.
+            of `contract.tolerance`. `approximate`: the result differs by little, as with dynamic
+            quantization. `dependent`: the result depends on the other rows. `undecided`: the
+            measurement could not find out.
+        evidence: Text for people: which batches were run, and how their results differed.
+        combine: The key `combine` of the manifest; None: the verdict decides.
     """
 
     verdict: Verdict = "undecided"
@@ -57,7 +57,7 @@ class RowRelation(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def summary(self) -> str:
-        """The verdict and its effect on one line, for people."""
+        """One line for people with the verdict and its effect."""
         if self.is_combinable:
             note = "" if self.combine is None else ", `combine = true` in the manifest"
         elif self.combine is None:
@@ -68,7 +68,7 @@ class RowRelation(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.verdict}{note}" + (f"; {self.evidence}" if has_evidence else "")
 
     def to_wire(self) -> dict[str, str | bool | None]:
-        """Convert to values for JSON: the verdict, and what it permits."""
+        """Convert the relation to values for JSON: the verdict, and what the verdict permits."""
         return {
             "verdict": self.verdict,
             "evidence": self.evidence,
@@ -82,7 +82,7 @@ class RowRelation(msgspec.Struct, frozen=True, array_like=True):
 INDEPENDENT = RowRelation("independent", "")
 
 
-def weakest(first: RowRelation, second: RowRelation) -> RowRelation:
+def weaker_relation(first: RowRelation, second: RowRelation) -> RowRelation:
     """Return the relation that permits less, from two measurements of one model version."""
     is_weaker = _ORDER.index(second.verdict) > _ORDER.index(first.verdict)
     return second if is_weaker else first

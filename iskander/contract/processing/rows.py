@@ -58,7 +58,7 @@ class RowCopier:
         self._paddings: dict[int, list[tuple[int, int, bytes]]] = {}
 
     def layout(self, rows: int) -> tuple[list[int], int]:
-        """`body_layout` of these columns, cached."""
+        """Return `body_layout` of these columns, from a cache if possible."""
         layout = self._layouts.get(rows)
         if layout is None:
             if len(self._layouts) >= LAYOUTS_MAX:
@@ -83,20 +83,20 @@ class RowCopier:
             target_body[begin : begin + stop - start] = source_body[start:stop]
 
     def repeat_last(self, body: memoryview, rows: int, body_rows: int) -> None:
-        """Pad a body: copy the last of `rows` rows to the rows up to `body_rows`."""
+        """Pad a body: copy its last row, at `rows - 1`, to the rows up to `body_rows`."""
         for row in range(rows, body_rows):
             self.copy(1, Rows(body, body_rows, rows - 1), Rows(body, body_rows, row))
 
     def clear_padding(self, body: memoryview, rows: int) -> None:
-        """Zero every bit of a body, of at least one row, that belongs to no value.
+        """Set every bit of a body that belongs to no value to zero; the body has at least one row.
 
-        The memory of an arena has results of other requests there.
+        An arena's memory between the values still has results of other requests.
         """
         padding = self._paddings.get(rows)
         if padding is None:
             if len(self._paddings) >= LAYOUTS_MAX:
                 self._paddings.clear()
-            padding = self._paddings[rows] = self._padding(rows)
+            padding = self._paddings[rows] = self._padding_masks(rows)
         for end, last_bits, zeros in padding:
             if last_bits != ALL_BITS:
                 body[end - 1] &= last_bits
@@ -106,8 +106,8 @@ class RowCopier:
                 zeros = bytes(-end % ALIGNMENT)
                 body[end : end + len(zeros)] = zeros
 
-    def _padding(self, rows: int) -> list[tuple[int, int, bytes]]:
-        """End of each padded column, the mask of its last byte, and the zeros that follow."""
+    def _padding_masks(self, rows: int) -> list[tuple[int, int, bytes]]:
+        """Return each padded column's end, the mask of its last byte, and the zeros that follow."""
         found: list[tuple[int, int, bytes]] = []
         for spec, bits, offset in zip(self.specs, self._bits, self.layout(rows)[0], strict=True):
             end = offset + spec.buffer_bytes(rows)
@@ -119,7 +119,7 @@ class RowCopier:
         return found
 
     def string_ranges(self, body: memoryview, rows: int) -> tuple[list[tuple[int, int]], int]:
-        """`strings.string_ranges` of a body with at least one row, from its offsets."""
+        """Return `strings.string_ranges` of a body with at least one row, from its offsets."""
         layout = self.layout(rows)[0]
         lengths = string_lengths(self.specs, rows, body, layout)
         ranges, end = string_ranges(self.specs, rows, lengths, layout)
@@ -127,17 +127,18 @@ class RowCopier:
         return ranges, end
 
     def join(self, parts: list[tuple[int, Rows]]) -> Generator[None, None, memoryview]:
-        """Build a body with strings from rows of other bodies; yields after each part.
+        """Build a body with strings from rows of other bodies; yield after each part.
 
         Args:
-            parts: Number of rows, at least 1, and their position.
+            parts: For each part, the number of its rows (at least 1) and their position in another
+                body.
 
         Raises:
             ExecutionFailed: The strings of a column exceed the range of int32 offsets.
         """
         rows = sum(count for count, _ in parts)
         layout = self.layout(rows)[0]
-        texts = [self._texts(count, source) for count, source in parts]
+        texts = [self._string_buffers(count, source) for count, source in parts]
         lengths = [sum(len(text) for _, text in column) for column in zip(*texts, strict=True)]
         longest = max(lengths, default=0)
         if longest > COLUMN_BYTES_MAX:
@@ -164,8 +165,8 @@ class RowCopier:
             yield
         return body
 
-    def _texts(self, rows: int, source: Rows) -> list[tuple[np.ndarray, memoryview]]:
-        """Offsets and bytes of these rows, for each column of strings."""
+    def _string_buffers(self, rows: int, source: Rows) -> list[tuple[np.ndarray, memoryview]]:
+        """Return the offsets and bytes of these rows, for each column of strings."""
         body = source.body
         ranges = self.string_ranges(body, source.layout_rows)[0]
         found: list[tuple[np.ndarray, memoryview]] = []

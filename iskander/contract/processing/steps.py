@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from iskander.contract.dtypes import BY_ONNX
 from iskander.contract.graph import GraphTensor
-from iskander.contract.outputs import Post, Source, Step
+from iskander.contract.outputs import OutputSource, Post, Step
 from iskander.contract.validation import require, require_distinct, required, shape_text
 
 Sizes = tuple[int | None, ...]
@@ -25,7 +25,7 @@ _KEYS = {"int64": int, "string": str}
 class StepOutput(NamedTuple):
     """Element type and shape, with the axis of rows, after a step.
 
-    For `top_k` they describe the scores; the indices have the same shape.
+    For `top_k`, type and shape are those of the scores; the indices have the same shape.
     """
 
     dtype_name: str
@@ -34,14 +34,16 @@ class StepOutput(NamedTuple):
 
 
 def is_sequence(tensor: GraphTensor) -> bool:
-    """Whether it is a sequence of maps or of tensors."""
+    """Return whether the graph's output is a sequence of maps or of tensors."""
     return _SEQUENCE.fullmatch(tensor.element) is not None
 
 
-def source_tensor(where: str, source: Source, tensor: GraphTensor, sizes: Sizes) -> StepOutput:
-    """Element type and shape of a graph's output, with a sequence stacked to one tensor.
+def source_tensor(
+    where: str, source: OutputSource, tensor: GraphTensor, sizes: Sizes
+) -> StepOutput:
+    """Return element type and shape of a graph's output, with a sequence stacked to one tensor.
 
-    `where` is the column or field in error texts, `sizes` the shape of the column's type.
+    `where` names the column or field in error texts; `sizes` is the shape of the column's type.
     """
     form, kind = _SEQUENCE.fullmatch(tensor.element), f"`{tensor.name}` is a {tensor.element}"
     has_tensor_keys = bool(source.sequence) or source.shape is not None
@@ -75,9 +77,9 @@ def source_tensor(where: str, source: Source, tensor: GraphTensor, sizes: Sizes)
 
 
 def apply_step(where: str, step: Post, output: StepOutput, axes: int = 1) -> StepOutput:
-    """Element type and shape after one more step.
+    """Return element type and shape after one more step.
 
-    No step may change the first `axes`: rows, and lists of variable length.
+    No step may change the first `axes` axes: rows, and lists of variable length.
     """
     dtype_name, shape, is_top = output
     require(not is_top, f"{where}: top_k has to be the last step, and `{step}` comes after it")
@@ -122,9 +124,12 @@ def apply_step(where: str, step: Post, output: StepOutput, axes: int = 1) -> Ste
 
 
 def apply_labels(
-    where: str, source: Source, raw: StepOutput, output: StepOutput, declared: str, count: int
+    where: str, source: OutputSource, raw: StepOutput, output: StepOutput, declared: str, count: int
 ) -> StepOutput:
-    """Replace numbers by labels; the graph's number of classes, if known, has to match."""
+    """Return the output with labels in place of numbers.
+
+    Reject a number of labels that is not the graph's number of classes.
+    """
     classes: int | None = 2
     if output.dtype_name != "bool":
         is_whole = output.dtype_name in NUMBERS and output.dtype_name not in FLOATS
@@ -141,5 +146,5 @@ def apply_labels(
 
 
 def is_top_k(step: Post) -> bool:
-    """Whether the step returns labels and scores."""
+    """Return whether the step returns labels and scores."""
     return isinstance(step, Step) and step.top_k is not None

@@ -33,7 +33,7 @@ _OFFSET = struct.Struct("<i")
 def string_lengths(
     specs: tuple[TensorSpec, ...], rows: int, body: Body, layout: list[int]
 ) -> list[int]:
-    """Bytes of each column of strings, from its last offset.
+    """Return the bytes of each column of strings, from its last offset.
 
     `rows` is at least 1, and `body` reaches at least to the end of the offsets in `layout`.
     """
@@ -47,25 +47,25 @@ def string_lengths(
 def string_ranges(
     specs: tuple[TensorSpec, ...], rows: int, lengths: list[int], layout: list[int]
 ) -> tuple[list[tuple[int, int]], int]:
-    """Start and end in a body of each column of strings with these lengths, and the body's end.
+    """Return the bounds in a body of each string column with these lengths, and the body's end.
 
     Layout:
         Columns in the contract's order after all of `layout`, each on a 64-byte boundary.
     """
-    end = _aligned(layout[-1] + specs[-1].buffer_bytes(rows))
+    end = _align_up(layout[-1] + specs[-1].buffer_bytes(rows))
     ranges = []
     for length in lengths:
         assert length >= 0, "negative length of strings"
         ranges.append((end, end + length))
-        end = _aligned(end + length)
+        end = _align_up(end + length)
     return ranges, end
 
 
 def strings_to_body(strings: Sequence[bytes | memoryview]) -> bytes:
-    """A column of strings as one buffer: offsets, then bytes.
+    """Convert a column of strings to one buffer: offsets, then bytes.
 
     Raises:
-        LimitExceeded: They have more bytes than `COLUMN_BYTES_MAX`.
+        LimitExceeded: The strings have more bytes than `COLUMN_BYTES_MAX`.
     """
     offsets = list(accumulate(map(len, strings), initial=0))
     if offsets[-1] > COLUMN_BYTES_MAX:
@@ -75,7 +75,7 @@ def strings_to_body(strings: Sequence[bytes | memoryview]) -> bytes:
 
 
 def body_to_strings(body: bytes | memoryview, count: int) -> list[bytes]:
-    """The strings of a buffer from `strings_to_body`."""
+    """Convert a buffer from `strings_to_body` to its strings."""
     begin = (count + 1) * OFFSET_BYTES
     return split_strings(body[:begin], body[begin:], count)
 
@@ -83,7 +83,7 @@ def body_to_strings(body: bytes | memoryview, count: int) -> list[bytes]:
 def split_strings(
     offsets: bytes | memoryview, joined: bytes | memoryview, count: int
 ) -> list[bytes]:
-    """Strings of a column; `offsets` may be empty if `count` is 0."""
+    """Return the strings of a column; `offsets` may be empty if `count` is 0."""
     if not count:
         return []
     whole = bytes(joined)
@@ -91,5 +91,5 @@ def split_strings(
     return [whole[start:stop] for start, stop in pairwise(ends)]
 
 
-def _aligned(length: int) -> int:
+def _align_up(length: int) -> int:
     return (length + ALIGNMENT - 1) & -ALIGNMENT

@@ -36,7 +36,7 @@ TOLERANCES = {
 
 
 def scale_of(results: np.ndarray) -> float:
-    """The largest finite magnitude of an output, 0 without one."""
+    """Return the largest finite magnitude of an output; 0 if no value is finite."""
     if results.dtype.kind != "f":
         return 0.0
     magnitudes = np.abs(results.astype(np.float64))
@@ -46,13 +46,13 @@ def scale_of(results: np.ndarray) -> float:
 def mismatches(
     found: np.ndarray, expected: np.ndarray, dtype_name: str, scale: float | None = None
 ) -> np.ndarray:
-    """The elements that differ by more than the tolerance.
+    """Return a mask of the elements that differ by more than the tolerance.
 
     Args:
         found: Results of any shape.
-        expected: The reference, of the same shape.
+        expected: Reference results of the same shape.
         dtype_name: Element type in a contract; bfloat16 is compared as float32.
-        scale: Scale of the output; by default that of `expected`.
+        scale: Scale of the output; by default, the scale of `expected`.
     """
     tolerance = TOLERANCES.get(dtype_name)
     if tolerance is None or expected.dtype.kind != "f":
@@ -70,7 +70,7 @@ def mismatches(
 
 
 def difference(found: np.ndarray, expected: np.ndarray, scale: float | None = None) -> float:
-    """The largest difference between floats, as a share of the scale, at most 1.
+    """Return the largest difference between floats as a share of the scale, at most 1.
 
     It is 1 if an unequal element is NaN or infinite. For other types, the result is the share of
     unequal elements.

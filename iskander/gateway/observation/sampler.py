@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from iskander.config.models import ModelConfig
 from iskander.config.observation import ObservationConfig
-from iskander.contract.processing.buckets import variants
+from iskander.contract.processing.buckets import contracts_of_buckets
 from iskander.foundation.clock import NS_PER_S, now_ns, wall_ns
 from iskander.foundation.measurement.counters import Counters
 from iskander.gateway.observation.holds import Holds
@@ -315,5 +315,5 @@ def _describe(outgoing: Outgoing) -> Model:
     ref, lane, settings = outgoing
     model, contract = lane.model, lane.contract
     assert contract is not None
-    one = variants(contract)[ref.bucket]
+    one = contracts_of_buckets(contract)[ref.bucket]
     return Model(ref.key, ref.bucket, model.name, model.version, one, settings)

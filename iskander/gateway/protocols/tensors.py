@@ -21,7 +21,7 @@ import numpy as np
 from iskander.arrow.utf8 import require_string_bytes, require_strings
 from iskander.config.schema import LimitsConfig
 from iskander.contract.dtypes import OFFSET_BYTES
-from iskander.contract.processing.buckets import bucketed_tensors, buckets_of, variants
+from iskander.contract.processing.buckets import bucketed_tensors, buckets_of, contracts_of_buckets
 from iskander.contract.processing.strings import string_lengths, string_ranges
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, LimitExceeded, MalformedInput
@@ -186,7 +186,7 @@ def _of_bucket(contract: Contract, tensors: dict[str, Tensor]) -> tuple[int, Con
     shapes = [tensors[name].shape for name in bucketed_tensors(contract) if name in tensors]
     length = next((shape[1] for shape in shapes if len(shape) > 1), 0)
     index = buckets.index(length) if length in buckets else max(len(buckets) - 1, 0)
-    return index, variants(contract)[index]
+    return index, contracts_of_buckets(contract)[index]
 
 
 def _offsets(spec: TensorSpec, tensor: Tensor) -> memoryview:

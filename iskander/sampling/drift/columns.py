@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from iskander.arrow.types import BFloat16, leaf_of
+from iskander.arrow.types import BFloat16, innermost_type
 from iskander.sampling.drift.summary import LabelValues, NumberValues, Values
 
 ELEMENTS_MAX: Final = 64
@@ -59,7 +59,7 @@ def _flattened(array: pa.Array) -> pa.Array:
 
 def _is_fixed(kind: pa.DataType) -> bool:
     """Whether each row has the same number of items, which are no text."""
-    kind = leaf_of(kind)
+    kind = innermost_type(kind)
     return not (pa.types.is_list(kind) or _is_text(kind))
 
 

@@ -36,7 +36,7 @@ from iskander.contract.dtypes import BY_ARROW
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.inputs import columns_of, entries_of
 from iskander.contract.manifest import InputColumn, Manifest
-from iskander.contract.processing.buckets import variants
+from iskander.contract.processing.buckets import contracts_of_buckets
 from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.gateway.protocols.flight.codec import LongMessage, ParsedBatch, StreamCodec
@@ -605,7 +605,7 @@ def check_portion(
     contract: Contract, portion: BatchPortion, each_row: dict[str, list[Any]]
 ) -> None:
     """Checks the tensors of a portion; `each_row` has the elements of all rows of each entry."""
-    specs = variants(contract)[portion.bucket].inputs
+    specs = contracts_of_buckets(contract)[portion.bucket].inputs
     places = portion.places.tolist() if len(portion.places) else range(portion.rows)
     texts = iter(portion.tensors[len(specs) :])
     actual: dict[str, list[Any]] = {}

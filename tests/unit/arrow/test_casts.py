@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_examples import up_to
 
-from iskander.arrow.casts import ValueLocation, Values, cast, rescale
+from iskander.arrow.casts import ValueLocation, Values, cast_values, rescale
 from iskander.errors import ContractError
 
 WHERE = ValueLocation("x")
@@ -37,7 +37,7 @@ def numbers_near_limits(name: str) -> st.SearchStrategy[int]:
 def cast_or_none(values: Values, expected: str) -> list[Any] | None:
     """Return the cast values, or None if the cast is rejected."""
     try:
-        actual: list[Any] = cast(values, expected, WHERE).tolist()
+        actual: list[Any] = cast_values(values, expected, WHERE).tolist()
     except ContractError:
         return None
     return actual
@@ -118,7 +118,7 @@ def test_cast_to_bfloat16_rounds_to_the_nearest_value(numbers: list[float]) -> N
         expected = data.astype(half)
     overflows = np.isfinite(data) & ~np.isfinite(expected.astype(np.float32))
     try:
-        actual = cast(Values(data), "bfloat16", WHERE)
+        actual = cast_values(Values(data), "bfloat16", WHERE)
     except ContractError:
         assert overflows.any()
         return
@@ -126,5 +126,5 @@ def test_cast_to_bfloat16_rounds_to_the_nearest_value(numbers: list[float]) -> N
     is_nan = np.isnan(data)
     assert (actual[~is_nan] == expected.view(np.uint16)[~is_nan]).all()
     assert np.isnan(actual[is_nan].view(half).astype(np.float32)).all()
-    back = cast(Values(actual, is_bfloat16=True), "float32", WHERE)
+    back = cast_values(Values(actual, is_bfloat16=True), "float32", WHERE)
     np.testing.assert_array_equal(back, expected.astype(np.float32))

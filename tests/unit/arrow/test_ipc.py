@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from support.random_examples import up_to
 
 from iskander.arrow import ipc
-from iskander.arrow.types import BFloat16, Extent, as_tensor, extent, levels, plain_of, to_arrow
+from iskander.arrow.types import (
+    BFloat16,
+    HeaderCounts,
+    array_lengths,
+    as_tensor,
+    header_counts,
+    received_type,
+    to_arrow,
+)
 from iskander.contract.tensors import ALIGNMENT
 from iskander.errors import MalformedInput
 
@@ -121,17 +129,17 @@ def test_extent_of_a_column_matches_pyarrow(name: str) -> None:
     header, _ = header_and_body(batch_of(PLAIN[name]))
     read = ipc.read_batch(header, ipc.read_message(header))
 
-    actual = extent(PLAIN[name].type)
+    actual = header_counts(PLAIN[name].type)
 
-    assert actual == Extent(len(read.nodes) // 2, len(read.buffers) // 2)
+    assert actual == HeaderCounts(len(read.nodes) // 2, len(read.buffers) // 2)
     assert [length for length, _ in pairs(read.nodes)] == [
-        ROWS * level for level in levels(PLAIN[name].type)
+        ROWS * level for level in array_lengths(PLAIN[name].type)
     ]
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_column_that_needs_pyarrow_has_no_extent(name: str) -> None:
-    assert extent(OTHER[name].type) is None
+    assert header_counts(OTHER[name].type) is None
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
@@ -412,7 +420,7 @@ def test_arrow_type_as_a_tensor_type(arrow: pa.DataType, text: str) -> None:
 )
 def test_plain_type_of_a_column(arrow: pa.DataType, plain: pa.DataType) -> None:
     """All are the same tensor, but only the plain types have the layout of a body."""
-    assert plain_of(arrow) == plain
+    assert received_type(arrow) == plain
     original, copied = as_tensor(arrow), as_tensor(plain)
     assert original is not None and copied is not None
     assert (original.dtype.onnx, original.shape) == (copied.dtype.onnx, copied.shape)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.arrow_memory import peak_of
 
-from iskander.arrow.rank import can_group, ranks
+from iskander.arrow.rank import can_group, ranks_in_groups
 
 NAN = math.nan
 ROWS = st.lists(
@@ -43,7 +43,7 @@ def counted_ranks(values: list[float], groups: list[Any], order: str) -> list[in
 @settings(deadline=None)
 def test_rank_equals_one_plus_preceding_rows(rows: list[Any], order: str) -> None:
     values, groups = [value for value, _ in rows], [group for _, group in rows]
-    actual = ranks(np.array(values, np.float64), pa.array(groups, pa.utf8()), order)
+    actual = ranks_in_groups(np.array(values, np.float64), pa.array(groups, pa.utf8()), order)
     assert actual.dtype == np.int32
     assert actual.tolist() == counted_ranks(values, groups, order)
 
@@ -51,8 +51,8 @@ def test_rank_equals_one_plus_preceding_rows(rows: list[Any], order: str) -> Non
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64", "int64", "float16", "float32"])
 def test_every_numeric_type_is_ranked(dtype: str) -> None:
     values = np.array([1, 0, 2, 2], dtype)
-    assert ranks(values, None, "descending").tolist() == [3, 4, 1, 2]
-    assert ranks(values, None, "ascending").tolist() == [2, 1, 3, 4]
+    assert ranks_in_groups(values, None, "descending").tolist() == [3, 4, 1, 2]
+    assert ranks_in_groups(values, None, "ascending").tolist() == [2, 1, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_every_numeric_type_is_ranked(dtype: str) -> None:
 )
 def test_every_supported_group_type_groups(groups: pa.Array) -> None:
     assert can_group(groups.type)
-    assert ranks(np.array([1, 2, 3, 4]), groups, "descending").tolist() == [2, 1, 2, 1]
+    assert ranks_in_groups(np.array([1, 2, 3, 4]), groups, "descending").tolist() == [2, 1, 2, 1]
 
 
 def test_dictionary_groups_are_not_decoded() -> None:
     """Decoding would copy the long name into every row."""
     index = np.zeros(1 << 17, np.int32)
     groups = pa.DictionaryArray.from_arrays(index, pa.array(["x" * 4096], pa.large_utf8()))
-    actual, peak = peak_of(lambda: ranks(np.arange(len(index)), groups, "ascending"))
+    actual, peak = peak_of(lambda: ranks_in_groups(np.arange(len(index)), groups, "ascending"))
     assert actual[-1] == len(index)
     assert peak < 32 << 20
 
@@ -91,8 +91,11 @@ def test_nested_types_and_float16_cannot_group() -> None:
 
 
 def test_zero_rows_have_no_ranks() -> None:
-    assert ranks(np.array([], np.float32), None, "descending").tolist() == []
-    assert ranks(np.array([], np.float32), pa.array([], pa.utf8()), "ascending").tolist() == []
+    assert ranks_in_groups(np.array([], np.float32), None, "descending").tolist() == []
+    assert (
+        ranks_in_groups(np.array([], np.float32), pa.array([], pa.utf8()), "ascending").tolist()
+        == []
+    )
 
 
 def test_unused_entries_of_a_dictionary_cost_nothing() -> None:
@@ -101,7 +104,7 @@ def test_unused_entries_of_a_dictionary_cost_nothing() -> None:
     groups = pa.DictionaryArray.from_arrays(pa.array([7, None, 7, 9], pa.int32()), entries)
     values = np.array([1.0, 2.0, 3.0, 4.0])
 
-    result, peak = peak_of(lambda: ranks(values, groups, "descending"))
+    result, peak = peak_of(lambda: ranks_in_groups(values, groups, "descending"))
 
     assert result.tolist() == [2, 1, 1, 1]
     assert peak < 1 << 16

@@ -19,17 +19,17 @@ from support.arrow_memory import peak_of
 
 from iskander.arrow.types import BFloat16
 from iskander.arrow.values import (
-    decimals,
-    decoded,
+    column_at,
+    decode,
     decoded_text_bytes,
-    elements,
-    find,
-    lists,
-    pick,
+    find_column,
+    list_rows,
     plain_array,
+    stored_elements,
     take_decoded,
     text_buffers,
     text_lengths,
+    unscaled_decimals,
 )
 
 KINDS = [pa.list_, pa.large_list, pa.list_view, pa.large_list_view]
@@ -52,17 +52,17 @@ def test_elements_of_a_slice(kind: pa.DataType) -> None:
     whole = pa.array([1, 0, None, 1, 0, 1, 1, 0, 1, None, 1], pa.int8())
     storage = {pa.timestamp("ns"): pa.int64(), pa.date32(): pa.int32()}.get(kind, pa.int8())
     array = whole.cast(storage).cast(kind)
-    actual = elements(array.slice(1, 9))
+    actual = stored_elements(array.slice(1, 9))
     assert actual.valid is not None
     assert actual.valid.tolist() == [True, False] + [True] * 6 + [False]
     assert actual.data[actual.valid].tolist() == [0, 1, 0, 1, 1, 0, 1]
-    assert elements(array.slice(3, 4)).valid is None
+    assert stored_elements(array.slice(3, 4)).valid is None
 
 
 def test_elements_of_lists_of_a_slice_with_nulls_at_every_level() -> None:
     kind = pa.list_(pa.list_(pa.int16(), 2), 2)
     array = pa.array([[[9, 9], [9, 9]], [[1, None], None], None, [[5, 6], [7, 8]]], kind)
-    actual = elements(array.slice(1))
+    actual = stored_elements(array.slice(1))
     assert actual.data.shape == (3, 2, 2) and actual.valid is not None
     assert actual.valid.tolist() == [
         [[True, False], [False, False]], [[False] * 2] * 2, [[True] * 2] * 2,
@@ -71,21 +71,21 @@ def test_elements_of_lists_of_a_slice_with_nulls_at_every_level() -> None:
     shaped = pa.ExtensionArray.from_storage(
         pa.fixed_shape_tensor(pa.int16(), [2]), pa.array([[1, 2], [3, 4]], pa.list_(pa.int16(), 2))
     )
-    assert elements(shaped.slice(1)).data.tolist() == [[3, 4]]
+    assert stored_elements(shaped.slice(1)).data.tolist() == [[3, 4]]
 
 
 def test_extensions_of_a_slice() -> None:
     small = pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0, 7, None], pa.int8()))
-    assert elements(small.slice(1, 2)).data.tolist() == [False, True]
+    assert stored_elements(small.slice(1, 2)).data.tolist() == [False, True]
     halves = pa.ExtensionArray.from_storage(BFloat16(), pa.array([1, 2, 3], pa.uint16()))
-    actual = elements(halves.slice(1))
+    actual = stored_elements(halves.slice(1))
     assert actual.data.tolist() == [2, 3] and actual.is_bfloat16
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_lists_of_a_slice(kind: Any) -> None:
     array = pa.array([[9] * 5, [1, 2], None, [], [3]], kind(pa.int32())).slice(1)
-    actual = lists(array)
+    actual = list_rows(array)
     assert actual.lengths.tolist() == [2, 0, 0, 1]
     rows = [
         take_decoded(actual.elements, np.arange(start, start + length)).to_pylist()
@@ -97,22 +97,22 @@ def test_lists_of_a_slice(kind: Any) -> None:
 def test_null_lists_have_no_valid_elements() -> None:
     mask = pa.array([True, False])
     pairs = pa.FixedSizeListArray.from_arrays(pa.array([1, 2, 3, 4]), 2, mask=mask)
-    actual = elements(pairs)
+    actual = stored_elements(pairs)
     assert actual.valid is not None and actual.valid.tolist() == [[False, False], [True, True]]
     array = pa.ListArray.from_arrays(
         [0, 2, 4], pa.array([1, 2, 3, 4]), mask=pa.array([False, True])
     )
-    assert lists(array).lengths.tolist() == [2, 0]
+    assert list_rows(array).lengths.tolist() == [2, 0]
 
 
 def test_encodings_of_a_slice() -> None:
     runs = pa.RunEndEncodedArray.from_arrays([2, 4, 7], pa.array(["a", None, "bcd"]))
-    assert decoded(runs.slice(1, 4)).to_pylist() == ["a", None, None, "bcd"]
+    assert decode(runs.slice(1, 4)).to_pylist() == ["a", None, None, "bcd"]
     assert decoded_text_bytes(runs.slice(1, 4)) == 4 and decoded_text_bytes(runs) == 2 + 9
     words = pa.DictionaryArray.from_arrays(
         pa.array([1, 0, None, 1], pa.int8()), pa.array(["a", "bcd"], pa.string_view())
     )
-    assert decoded(words.slice(1)).to_pylist() == [b"a", None, b"bcd"]
+    assert decode(words.slice(1)).to_pylist() == [b"a", None, b"bcd"]
     assert decoded_text_bytes(words.slice(1)) == 4
 
 
@@ -163,9 +163,9 @@ def test_buffers_that_end_inside_an_element() -> None:
     bits = pa.py_buffer(struct.pack("<iih", 7, 8, 9))
     ints = pa.Array.from_buffers(pa.int32(), 2, [None, bits])
     ints.validate(full=True)
-    assert elements(ints).data.tolist() == [7, 8]
-    assert elements(ints.slice(1)).data.tolist() == [8]
-    assert elements(ints.slice(2)).data.tolist() == []
+    assert stored_elements(ints).data.tolist() == [7, 8]
+    assert stored_elements(ints.slice(1)).data.tolist() == [8]
+    assert stored_elements(ints.slice(2)).data.tolist() == []
     ends = pa.py_buffer(struct.pack("<iiih", 0, 1, 3, 9))
     text = pa.Array.from_buffers(pa.binary(), 2, [None, ends, pa.py_buffer(b"abc")])
     text.validate(full=True)
@@ -179,7 +179,7 @@ def test_buffers_that_end_inside_an_element() -> None:
 
 def test_empty_arrays_can_have_empty_buffers() -> None:
     empty = pa.py_buffer(b"")
-    assert elements(pa.Array.from_buffers(pa.int32(), 0, [None, empty])).data.tolist() == []
+    assert stored_elements(pa.Array.from_buffers(pa.int32(), 0, [None, empty])).data.tolist() == []
     nothing = pa.Array.from_buffers(pa.string_view(), 0, [None, empty])
     assert text_lengths(nothing).tolist() == []
     offsets, joined = text_buffers(pa.Array.from_buffers(pa.binary(), 0, [None, empty, empty]))
@@ -192,7 +192,7 @@ def test_unscaled_decimals_of_a_slice(width: int, scale: int) -> None:
     kind = getattr(pa, f"decimal{width}")(9, scale)
     step = Decimal(10) ** -scale
     array = pa.array([9 * step, -3 * step, None, 5 * step], kind).slice(1)
-    unscaled, is_wide = decimals(array)
+    unscaled, is_wide = unscaled_decimals(array)
     assert is_wide is None
     assert (unscaled[0], unscaled[2]) == (-3, 5)
 
@@ -203,7 +203,7 @@ def test_decimals_of_over_64_bits_are_marked(width: int) -> None:
     kind = getattr(pa, f"decimal{width}")(38, 2)
     array = pa.array([1, Decimal(2) ** 70, None, -(Decimal(2) ** 63), -1], kind)
     scaled = [100, 0, 0, 0, -100]
-    unscaled, is_wide = decimals(array)
+    unscaled, is_wide = unscaled_decimals(array)
     assert is_wide is not None and is_wide.tolist() == [False, True, False, True, False]
     assert np.where(is_wide | ~array.is_valid().to_numpy(False), 0, unscaled).tolist() == scaled
 
@@ -214,7 +214,7 @@ def test_runs_of_an_extension_type(kind: pa.DataType) -> None:
     stored = pa.array([1, 0, None], kind.storage_type)
     values = pa.ExtensionArray.from_storage(kind, stored)
     runs = pa.RunEndEncodedArray.from_arrays(pa.array([2, 3, 5], pa.int32()), values)
-    found = elements(runs.slice(1))
+    found = stored_elements(runs.slice(1))
     assert found.data.astype(int)[:2].tolist() == [1, 0]
     assert found.valid is not None and found.valid.tolist() == [True, True, False, False]
 
@@ -223,8 +223,8 @@ def test_struct_field_in_a_slice() -> None:
     inner = pa.struct([("b.c", pa.int8()), ("b", pa.struct([("c", pa.int8())]))])
     values = [{"b.c": 9, "b": None}, {"b.c": 1, "b": {"c": 2}}, None, {"b.c": None, "b": {"c": 4}}]
     batch = pa.record_batch({"a": pa.array(values, inner)}).slice(1)
-    path = find(batch.schema, "a.b.c")
-    assert path is not None and pick(batch, path.indices).to_pylist() == [1, None, None]
+    path = find_column(batch.schema, "a.b.c")
+    assert path is not None and column_at(batch, path.indices).to_pylist() == [1, None, None]
     duplicate = pa.struct([("c", pa.int8()), ("c", pa.int8())])
-    assert find(pa.schema([("a", duplicate)]), "a.c") is None
-    assert find(pa.schema([("a", pa.int8())]), "a.b") is None
+    assert find_column(pa.schema([("a", duplicate)]), "a.c") is None
+    assert find_column(pa.schema([("a", pa.int8())]), "a.b") is None

@@ -8,7 +8,7 @@ from iskander.contract.runtime import (
     SEPARATOR,
     Runtime,
     make_runtime,
-    unexpected,
+    unexpected_runtimes,
     with_runtime,
 )
 
@@ -39,7 +39,7 @@ def test_runtimes_of_workers_are_sorted_and_limited() -> None:
 
 
 def test_only_runtimes_that_are_not_expected_are_named() -> None:
-    assert unexpected((ONE,), ONE.name) == ""
-    assert unexpected((ONE,), SEPARATOR.join((ONE.name, TWO.name))) == ""
-    assert unexpected((ONE, TWO), ONE.name) == TWO.name
-    assert unexpected((), ONE.name) == ""
+    assert unexpected_runtimes((ONE,), ONE.name) == ""
+    assert unexpected_runtimes((ONE,), SEPARATOR.join((ONE.name, TWO.name))) == ""
+    assert unexpected_runtimes((ONE, TWO), ONE.name) == TWO.name
+    assert unexpected_runtimes((), ONE.name) == ""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from iskander.contract.dtypes import BY_ARROW
-from iskander.contract.outputs import Post, Quantization, Source
+from iskander.contract.outputs import OutputSource, Post, Quantization
 from iskander.contract.processing.postprocess import LENGTH, PostProcessing
 from iskander.contract.processing.steps import StepOutput
 from iskander.errors import ExecutionFailed
@@ -33,7 +33,7 @@ class PostProcessor:
         self.fetched = tuple(dict.fromkeys(names))
         labels = [np.array(finish.labels, np.object_) for finish in finishes]
         # Tensors with equal sources share the result of the steps.
-        numbers: dict[Source, int] = {}
+        numbers: dict[OutputSource, int] = {}
         source_numbers = [numbers.setdefault(source, len(numbers)) for source in sources]
         self._finishes = list(zip(finishes, labels, source_numbers, strict=True))
 
@@ -91,7 +91,7 @@ def _run_steps(
     return after_steps(tensor, source)[0], lengths
 
 
-def _padded_lists(value: Any, source: Source, rows: int) -> tuple[Any, np.ndarray]:  # noqa: ANN401
+def _padded_lists(value: Any, source: OutputSource, rows: int) -> tuple[Any, np.ndarray]:  # noqa: ANN401
     """Pad tensors of different lengths with zeros or empty strings; return them and the lengths."""
     if not isinstance(value, list):
         width = value.shape[1] if getattr(value, "ndim", 0) > 1 else 0
@@ -121,7 +121,7 @@ def _blanked(tensor: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.where(is_valid.reshape(*is_valid.shape, *[1] * (tensor.ndim - 2)), tensor, blank)
 
 
-def _as_tensor(value: Any, source: Source, expected: StepOutput, rows: int) -> np.ndarray:  # noqa: ANN401
+def _as_tensor(value: Any, source: OutputSource, expected: StepOutput, rows: int) -> np.ndarray:  # noqa: ANN401
     """Return an output of the graph as one array; maps become columns, sequences are stacked."""
     if value is None:
         raise ExecutionFailed(f"output `{source.tensor}` is missing")
@@ -153,7 +153,7 @@ def _as_tensor(value: Any, source: Source, expected: StepOutput, rows: int) -> n
     return tensor
 
 
-def after_steps(tensor: np.ndarray, source: Source) -> tuple[np.ndarray, np.ndarray | None]:
+def after_steps(tensor: np.ndarray, source: OutputSource) -> tuple[np.ndarray, np.ndarray | None]:
     """Apply the steps of a source; return the tensor, and the indices of `top_k` or None."""
     indices = None
     for step in source.post:
@@ -229,7 +229,7 @@ def quantize(tensor: np.ndarray, to: Quantization) -> np.ndarray:
     return np.clip(np.where(np.isnan(scaled), to.zero_point, scaled), -128, 127).astype(np.int8)
 
 
-def _cast(tensor: np.ndarray, dtype_name: str, source: Source) -> np.ndarray:
+def _cast(tensor: np.ndarray, dtype_name: str, source: OutputSource) -> np.ndarray:
     with np.errstate(over="ignore"):
         result: np.ndarray = tensor.astype(BY_ARROW[dtype_name].numpy)
     if tensor.dtype.kind not in "iu":
@@ -274,7 +274,7 @@ def _without_float16(tensor: np.ndarray) -> np.ndarray:
     return tensor.astype(np.float32) if tensor.dtype == np.float16 else tensor
 
 
-def _require_width(tensor: np.ndarray, source: Source, width: int, step: Post) -> None:
+def _require_width(tensor: np.ndarray, source: OutputSource, width: int, step: Post) -> None:
     if tensor.shape[-1] < width:
         raise ExecutionFailed(
             f"output `{source.tensor}` has {tensor.shape[-1]} elements in the last axis of this "

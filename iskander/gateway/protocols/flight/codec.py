@@ -24,7 +24,7 @@ import pyarrow as pa
 from msgspec.structs import replace
 
 from iskander.arrow import ipc
-from iskander.arrow.types import columns_without_nulls, leaf_of
+from iskander.arrow.types import columns_without_nulls, innermost_type
 from iskander.arrow.utf8 import require_string_bytes, require_strings
 from iskander.config.schema import LimitsConfig
 from iskander.contract.dtypes import OFFSET_BYTES
@@ -452,7 +452,7 @@ def _forwarded_ranges(
         buffers[0] = buffers[0] if null_count else None
         try:
             count = rows * column.levels[-1]
-            array = pa.Array.from_buffers(leaf_of(column.type), count, buffers, null_count)
+            array = pa.Array.from_buffers(innermost_type(column.type), count, buffers, null_count)
             array.validate(full=True)
         except pa.ArrowInvalid as error:
             text = f"column `{column.name}`: {ipc.error_text(error)}"

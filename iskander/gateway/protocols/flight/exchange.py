@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 from iskander.config.schema import LimitsConfig
-from iskander.contract.runtime import unexpected
+from iskander.contract.runtime import unexpected_runtimes
 from iskander.errors import (
     Draining,
     IskanderError,
@@ -110,7 +110,7 @@ class StreamTarget:
     def _found(self, descriptor: bytes) -> Lane:
         """Find a lane, with one of the runtimes that the caller expects."""
         lane = self._find(descriptor, self._key)
-        if self._runtimes and (others := unexpected(lane.runtimes, self._runtimes)):
+        if self._runtimes and (others := unexpected_runtimes(lane.runtimes, self._runtimes)):
             raise RuntimeDiffers(
                 f"model `{lane.title}` runs with {others}; the caller expects {self._runtimes}: "
                 "give the servers of one job the same library, providers and threads",

@@ -20,7 +20,7 @@ from iskander.arrow.schema_limits import require_schema_limits
 from iskander.config.schema import HEADER_BYTES_MAX, LimitsConfig
 from iskander.contract.inputs import entries_of
 from iskander.contract.outputs import ColumnOrder
-from iskander.contract.processing.buckets import buckets_of, variants
+from iskander.contract.processing.buckets import buckets_of, contracts_of_buckets
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, LimitExceeded, MalformedInput
 from iskander.gateway.protocols.flight.columns.inputs import InputBuilder
@@ -100,7 +100,9 @@ class Order:
             places = [names.index(name) for name in order if name in names]
         self._places = places
         self._is_default = places == sorted(places)
-        extents = [size for field in columns if (size := types.extent(field.type)) is not None]
+        extents = [
+            size for field in columns if (size := types.header_counts(field.type)) is not None
+        ]
         self._nodes = [size.nodes for size in extents]
         self._buffers = [size.buffers for size in extents]
 
@@ -130,7 +132,7 @@ class Plan:
         self.contract = contract
         self.schema = _read_schema(header, limits)
         self.schema_message = ipc.encapsulate(header)
-        self.buckets, self.variants = buckets_of(contract), variants(contract)
+        self.buckets, self.variants = buckets_of(contract), contracts_of_buckets(contract)
         entries = entries_of(contract)
         self.builders = [InputBuilder(entry, contract, self.schema) for entry in entries]
         used = _match(self.schema, contract, self.builders)
@@ -140,7 +142,7 @@ class Plan:
         # Not plain: an assembled result (list, struct, rank), or a passed-through column that its
         # header does not fully describe. Then all passed-through columns are kept as arrays.
         self.is_assembled = any(column.is_assembled for column in contract.columns)
-        is_described = all(types.extent(field.type) for field in self.passthrough)
+        is_described = all(types.header_counts(field.type) for field in self.passthrough)
         self.is_response_plain = is_described and not self.is_assembled
         # A plain batch of a converted stream has the passed-through columns only; the inputs are
         # built beside it.
@@ -300,18 +302,20 @@ def _text_places(
 
 def _needs_rewrite(field: pa.Field, used: set[str]) -> bool:
     """Whether a column's header does not fully describe it, or an input needs a cast."""
-    is_other = field.name in used and types.plain_of(field.type) != field.type
-    return is_other or types.extent(field.type) is None
+    is_other = field.name in used and types.received_type(field.type) != field.type
+    return is_other or types.header_counts(field.type) is None
 
 
 def _lay_out(schema: pa.Schema, specs: dict[str, TensorSpec]) -> list[Column]:
     columns, node, buffer = [], 0, 0
     for field in schema:
         name, kind = field.name, field.type
-        size, leaf = types.extent(kind), types.leaf_of(kind)
+        size, leaf = types.header_counts(kind), types.innermost_type(kind)
         assert size is not None, "a plain schema has only columns with an extent"
         bits = 0 if types.is_string(leaf) else leaf.bit_width
-        columns.append(Column(name, kind, node, buffer, types.levels(kind), bits, specs.get(name)))
+        columns.append(
+            Column(name, kind, node, buffer, types.array_lengths(kind), bits, specs.get(name))
+        )
         node, buffer = node + size.nodes, buffer + size.buffers
     return columns
 

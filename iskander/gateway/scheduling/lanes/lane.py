@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 import msgspec
 
 from iskander.config.models import LaneConfig
-from iskander.contract.processing.buckets import variants
-from iskander.contract.processing.row_relation import INDEPENDENT, RowRelation, weakest
+from iskander.contract.processing.buckets import contracts_of_buckets
+from iskander.contract.processing.row_relation import INDEPENDENT, RowRelation, weaker_relation
 from iskander.contract.runtime import Runtime
 from iskander.contract.tensors import Contract
 from iskander.errors import (
@@ -241,13 +241,13 @@ class Lane:
         """Apply the contract that the first worker compiled, and its measurement of the rows."""
         self.relation = relation
         # Last, because it may raise for the contract of a faulty worker.
-        self.layouts_by_bucket = tuple(map(LayoutCache, variants(contract)))
+        self.layouts_by_bucket = tuple(map(LayoutCache, contracts_of_buckets(contract)))
         self._make_rules(contract)
         self.contract = contract
 
     def weaken_relation(self, relation: RowRelation) -> None:
         """Apply the measurement of another worker, if it permits less."""
-        self.relation = weakest(self.relation, relation)
+        self.relation = weaker_relation(self.relation, relation)
         assert self.contract is not None
         self._make_rules(self.contract)
 

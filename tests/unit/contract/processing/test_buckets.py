@@ -23,7 +23,7 @@ from iskander.contract.compile import compile_contract
 from iskander.contract.dtypes import BY_ARROW
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.manifest import Manifest
-from iskander.contract.processing.buckets import buckets_of, variants
+from iskander.contract.processing.buckets import buckets_of, contracts_of_buckets
 from iskander.contract.processing.rows import RowCopier, Rows
 from iskander.contract.processing.strings import split_strings
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
@@ -84,11 +84,11 @@ def read(
 def test_each_bucket_has_its_own_contract() -> None:
     contract = bucketed()
     assert buckets_of(contract) == BUCKETS
-    shapes = [[spec.shape for spec in each.inputs] for each in variants(contract)]
+    shapes = [[spec.shape for spec in each.inputs] for each in contracts_of_buckets(contract)]
     assert shapes == [[(n,), (n,), (), ()] for n in BUCKETS]
-    assert variants(contract)[-1] == contract
+    assert contracts_of_buckets(contract)[-1] == contract
     plain = contract_of({"tensor": "x", "column": "x"}, x=("int64",))
-    assert variants(plain) == (plain,) and not buckets_of(plain)
+    assert contracts_of_buckets(plain) == (plain,) and not buckets_of(plain)
 
 
 @given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=20))

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from iskander.contract.processing.row_relation import INDEPENDENT, RowRelation, Verdict, weakest
+from iskander.contract.processing.row_relation import (
+    INDEPENDENT,
+    RowRelation,
+    Verdict,
+    weaker_relation,
+)
 
 VERDICTS: tuple[Verdict, ...] = ("independent", "approximate", "undecided", "dependent")
 
@@ -47,9 +52,9 @@ def test_weakest_of_two_measurements() -> None:
     for index, first in enumerate(VERDICTS):
         for second in VERDICTS[index:]:
             pair = RowRelation(first, "first"), RowRelation(second, "second")
-            assert weakest(*pair).verdict == second
-            assert weakest(*reversed(pair)).verdict == second
-    assert weakest(INDEPENDENT, INDEPENDENT) is INDEPENDENT
+            assert weaker_relation(*pair).verdict == second
+            assert weaker_relation(*reversed(pair)).verdict == second
+    assert weaker_relation(INDEPENDENT, INDEPENDENT) is INDEPENDENT
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from iskander_worker.batches.postprocess import PostProcessor
 from support.random_examples import up_to
 
 from iskander.contract.graph import Graph, GraphTensor
-from iskander.contract.outputs import OutputColumn, Quantization, Source, Step
+from iskander.contract.outputs import OutputColumn, OutputSource, Quantization, Step
 from iskander.contract.processing.postprocess import compile_outputs
 from iskander.errors import ExecutionFailed
 
@@ -388,9 +388,9 @@ def test_cast_out_of_range_fails() -> None:
 
 def test_one_tensor_is_fetched_and_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several results may share it."""
-    calls: list[Source] = []
+    calls: list[OutputSource] = []
 
-    def counted(raw: np.ndarray, source: Source) -> tuple[np.ndarray, np.ndarray]:
+    def counted(raw: np.ndarray, source: OutputSource) -> tuple[np.ndarray, np.ndarray]:
         calls.append(source)
         return raw, np.zeros((1, 2), np.int64)
 

@@ -57,7 +57,7 @@ class InputBuilder:
         self.is_nested = False
         self.problems: list[str] = []
         for name in self.names:
-            path = arrays.find(schema, name)
+            path = arrays.find_column(schema, name)
             if path is None:
                 self.problems.append(f"column `{name}` is missing: wanted {self.sent}")
             elif not arrays.is_sent_as(path.type, self.sent):
@@ -112,18 +112,18 @@ class InputBuilder:
         if not self.sent.is_text:
             return 0
         return sum(
-            arrays.decoded_text_bytes(arrays.pick(batch, path.indices)) for path in self.paths
+            arrays.decoded_text_bytes(arrays.column_at(batch, path.indices)) for path in self.paths
         )
 
     def view_index_bytes(self, batch: pa.RecordBatch) -> int:
         """Memory to expand list views, which may share elements."""
         if not self.sent.is_ragged:
             return 0
-        return arrays.view_index_bytes(arrays.pick(batch, self.paths[0].indices))
+        return arrays.view_index_bytes(arrays.column_at(batch, self.paths[0].indices))
 
     def make(self, batch: pa.RecordBatch) -> BuiltTensor:
         """Read the entry's columns; raises ContractError for values the tensor cannot hold."""
-        columns = [arrays.pick(batch, path.indices) for path in self.paths]
+        columns = [arrays.column_at(batch, path.indices) for path in self.paths]
         if self.sent.is_ragged:
             return _Ragged(self, columns[0])
         return _Text(self, columns) if self.spec.is_string else _Numbers(self, columns)
@@ -140,7 +140,9 @@ class InputBuilder:
         if not (name := self.entry.lengths):
             return {}
         spec, location = self._specs[name], ValueLocation(self.names[0])
-        return {name: _buffer(casts.cast(Values(lengths), spec.type.dtype_name, location), spec)}
+        return {
+            name: _buffer(casts.cast_values(Values(lengths), spec.type.dtype_name, location), spec)
+        }
 
     def elements(
         self, array: pa.Array, location: ValueLocation
@@ -148,17 +150,19 @@ class InputBuilder:
         """Elements of the tensor's type, nulls filled in; and the mask of valid ones."""
         entry, dtype_name = self.entry, self.spec.type.dtype_name
         values = self._numbers(array, location)
-        data, valid = casts.cast(values, dtype_name, location), values.valid
+        data, valid = casts.cast_values(values, dtype_name, location), values.valid
         if valid is None:
             return data, None
         if self.rejects_nulls:
             reject_nulls(~valid, location)
         fill = float("nan") if entry.nulls == "nan" else entry.fill
-        return np.where(valid, data, casts.constant(0 if fill is None else fill, dtype_name)), valid
+        return np.where(
+            valid, data, casts.cast_constant(0 if fill is None else fill, dtype_name)
+        ), valid
 
     def text(self, array: pa.Array, location: ValueLocation) -> tuple[pa.Array, np.ndarray]:
         """Strings as flat `binary`, nulls filled in; and the mask of valid ones, by row."""
-        array, shape, validity = arrays.leaf(array)
+        array, shape, validity = arrays.innermost_values(array)
         valid = np.ones(shape, np.bool_) if validity is None else validity
         if validity is not None and self.rejects_nulls:
             reject_nulls(~valid, location)
@@ -175,20 +179,23 @@ class InputBuilder:
         """Elements as numbers; dates, times and decimals in the declared unit."""
         family, dtype_name, unit = self.sent.family, self.spec.type.dtype_name, self.entry.unit
         if not family:
-            return arrays.elements(array)
+            return arrays.stored_elements(array)
         if family == DECIMAL:
             return self._decimals(array, dtype_name, location)
         assert family in TEMPORAL
         assert unit is not None
-        source, target = UNIT_NS[arrays.time_unit(arrays.leaf(array).array.type)], UNIT_NS[unit]
+        source, target = (
+            UNIT_NS[arrays.time_unit(arrays.innermost_values(array).array.type)],
+            UNIT_NS[unit],
+        )
         multiply, divide = max(source // target, 1), max(target // source, 1)
-        values = arrays.elements(array)
+        values = arrays.stored_elements(array)
         data = casts.rescale(values, multiply, divide, dtype_name, location)
         return Values(data, values.valid, dtype_name == BFLOAT16)
 
     def _decimals(self, array: pa.Array, dtype_name: str, location: ValueLocation) -> Values:
-        array, shape, valid = arrays.leaf(array)
-        unscaled, is_wide = arrays.decimals(array)
+        array, shape, valid = arrays.innermost_values(array)
+        unscaled, is_wide = arrays.unscaled_decimals(array)
         multiply, divide = 1, 1
         if is_number := self.entry.conversion == "number":
             scale = array.type.scale
@@ -204,7 +211,7 @@ class InputBuilder:
             text += f"{dtype_name} cannot represent it"
             raise ContractError(text, column=location.column)
         floats = array.cast(pa.float64()).to_numpy(zero_copy_only=False)
-        wide = casts.cast(Values(floats.reshape(shape), valid), dtype_name, location)
+        wide = casts.cast_values(Values(floats.reshape(shape), valid), dtype_name, location)
         if data is not None and is_wide is not None:
             # A row's value does not depend on the other rows.
             wide = np.where(is_wide.reshape(shape), wide, data)
@@ -274,7 +281,7 @@ class _Ragged(BuiltTensor):
     def __init__(self, builder: InputBuilder, array: pa.Array) -> None:
         entry, name = builder.entry, builder.names[0]
         self._builder = builder
-        found = arrays.lists(arrays.decoded(array))
+        found = arrays.list_rows(arrays.decode(array))
         if found.valid is not None and builder.rejects_nulls:
             reject_nulls(~found.valid, ValueLocation(name))
         limit = entry.max_length
@@ -316,7 +323,7 @@ class _Ragged(BuiltTensor):
     ) -> tuple[Buffers, np.ndarray | None]:
         spec, padding = self._builder.spec, self._builder.entry.padding
         data, valid = self._builder.elements(array, location)
-        pad = casts.constant(0 if padding is None else padding, spec.type.dtype_name)
+        pad = casts.cast_constant(0 if padding is None else padding, spec.type.dtype_name)
         out = np.full((*keep.shape, *data.shape[1:]), pad, data.dtype)
         out[keep] = data
         return _buffer(out, spec), valid

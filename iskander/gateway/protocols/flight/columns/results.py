@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from iskander.arrow.rank import ranks
-from iskander.arrow.types import leaf_of, to_arrow
+from iskander.arrow.rank import ranks_in_groups
+from iskander.arrow.types import innermost_type, to_arrow
 from iskander.contract.processing.strings import string_lengths, string_ranges
 from iskander.contract.result_types import ListOf, ResultType, Value, leaves_of, parse_result_type
 from iskander.contract.tensors import Contract, body_layout
@@ -37,7 +37,7 @@ def result_columns(
         if column.rank is not None:
             ranked = values[column.outputs[0]][0].to_numpy(zero_copy_only=False)
             group = groups[column.rank.within] if column.rank.within else None
-            columns.append(pa.array(ranks(ranked, group, column.rank.order)))
+            columns.append(pa.array(ranks_in_groups(ranked, group, column.rank.order)))
         elif kind is None:
             columns.append(_nest(*values[column.outputs[0]]))
         else:
@@ -65,7 +65,7 @@ def _values(
         if spec.is_string:
             start, stop = next(strings)
             buffers.append(body.slice(start, stop - start))
-        array = pa.Array.from_buffers(leaf_of(arrow), rows * spec.elements, buffers)
+        array = pa.Array.from_buffers(innermost_type(arrow), rows * spec.elements, buffers)
         values.append((array, arrow))
     return values
 
