@@ -87,8 +87,8 @@ def read_config(arguments: argparse.Namespace) -> Loaded:
         sys.stderr.write(f"iskander: {warning}\n")
     if not loaded.config.server.memory:
         return loaded
+    from iskander.foundation.machine_memory import memory_bytes
     from iskander.gateway.supervision.placement.machine import plan_machine
-    from iskander.gateway.transport.limits.machine_memory import memory_bytes
 
     workers = len(plan_machine(loaded.config).slots)
     return divide(loaded, workers, memory_bytes()).loaded

@@ -24,6 +24,7 @@ from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentEr
 from iskander.foundation.build_info import describe
 from iskander.foundation.exit_codes import ExitCode, summary
 from iskander.foundation.logs import gateway as log
+from iskander.foundation.machine_memory import memory_bytes
 from iskander.gateway.child_settings import RELOAD_SIGNAL, read_settings
 from iskander.gateway.supervision.placement.machine import plan_machine
 from iskander.gateway.supervision.placement.plan import PlacementPlan
@@ -32,7 +33,6 @@ from iskander.gateway.supervision.worker import SlotPlan
 from iskander.gateway.systemd import keep_alive
 from iskander.gateway.telemetry.logs import are_logs_set_up, set_up_logs
 from iskander.gateway.transport.limits.allocator import keep_large_blocks
-from iskander.gateway.transport.limits.machine_memory import memory_bytes
 
 _PR_SET_PDEATHSIG = 1
 PARENT_PID = "ISKANDER_PARENT_PID"

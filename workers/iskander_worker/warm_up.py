@@ -3,15 +3,11 @@
 Batches have the layout of an arena, so they run like batches of requests.
 
 Runs on: worker main, and the process of a sandboxed load.
-
-Source: NumPy's `.npz`, read without pickle.
 """
 
 from __future__ import annotations
 
 import re
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from iskander.contract.bfloat16 import round_to_bfloat16
+from iskander.contract.formats.samples import read_arrays
 from iskander.contract.manifest import WarmUp
-from iskander.contract.paths import path_inside
 from iskander.contract.processing.strings import string_lengths, string_ranges, strings_to_body
 from iskander.contract.tensors import TensorSpec, body_layout
 from iskander.errors import ContractError, ExecutionFailed, ManifestError
@@ -32,12 +28,8 @@ if TYPE_CHECKING:
     from iskander_worker.session import Session
 
 WARM_UP_ROWS = 128
-SAMPLE_BYTES_MAX = 1 << 28
 SAMPLE_ROWS_MAX = 1 << 20
 _BFLOAT16_SHIFT = 16
-_READ_ERRORS = (
-    OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, MemoryError,
-)  # fmt: skip
 _OUT_OF_MEMORY = re.compile(
     "bad_alloc|allocate memory|device memory|smaller than requested|out of memory", re.IGNORECASE
 )
@@ -225,20 +217,6 @@ def _require_close(
             f"{first + at[0]}{f', element {list(at[1:])}' if at[1:] else ''}: {found[at]!s}, "
             f"expected {expected[at]!s}; {int((~is_same).sum())} of {is_same.size} differ"
         )
-
-
-def read_arrays(folder: Path, name: str) -> dict[str, np.ndarray]:
-    """Return the arrays of an `.npz` file in a model's folder, by name."""
-    path = path_inside(folder, name)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            total = sum(member.file_size for member in archive.infolist())
-        if total > SAMPLE_BYTES_MAX:
-            raise ManifestError(f"`{name}` unpacks to {total} bytes, limit {SAMPLE_BYTES_MAX}")
-        with np.load(path, allow_pickle=False) as archive:
-            return {key: archive[key] for key in archive.files}
-    except _READ_ERRORS as error:
-        raise ManifestError(f"`{name}` is no `.npz` file of plain arrays: {error}") from None
 
 
 def _row_count(samples: Mapping[str, np.ndarray], name: str) -> int:

@@ -133,8 +133,7 @@ def _ms(ordered: npt.NDArray[np.int64], percent: int) -> float:
     """A percentile by nearest rank; 0 without values."""
     if not len(ordered):
         return 0.0
-    rank = -(-len(ordered) * percent // 100)
-    return float(ordered[max(rank, 1) - 1]) / NS_PER_MS
+    return float(np.percentile(ordered, percent, method="inverted_cdf")) / NS_PER_MS
 
 
 def _is_stable(ends_ns: npt.NDArray[np.int64], duration_s: float) -> bool:

@@ -12,6 +12,7 @@ from collections import deque
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from iskander.errors import MalformedInput
 from iskander.foundation.clock import NS_PER_S, now_ns
@@ -125,22 +126,14 @@ class RecentValues:
 
 
 def _summarise(newest_first: list[float]) -> Summary:
-    ordered = sorted(newest_first)
+    p50, p95, p99 = np.percentile(newest_first, (50, 95, 99)).tolist()
     return Summary(
-        count=len(ordered),
-        avg=sum(ordered) / len(ordered),
-        min=ordered[0],
-        max=ordered[-1],
-        p50=_percentile(ordered, 50),
-        p95=_percentile(ordered, 95),
-        p99=_percentile(ordered, 99),
+        count=len(newest_first),
+        avg=sum(newest_first) / len(newest_first),
+        min=min(newest_first),
+        max=max(newest_first),
+        p50=p50,
+        p95=p95,
+        p99=p99,
         latest=newest_first[0],
     )
-
-
-def _percentile(ordered: list[float], percent: int) -> float:
-    """Interpolate a percentile of sorted values."""
-    position = (len(ordered) - 1) * percent / 100
-    index = int(position)
-    low, high = ordered[index], ordered[min(index + 1, len(ordered) - 1)]
-    return low + (high - low) * (position - index)

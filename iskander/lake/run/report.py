@@ -9,6 +9,8 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+import numpy as np
+
 LATENCIES_MAX: Final = 8192
 """Limit of the kept latencies; when it is reached, every second one is dropped."""
 
@@ -108,9 +110,7 @@ class Latencies:
         """
         if not self._values:
             return None
-        ordered = sorted(self._values)
-        index = -(-len(ordered) * percent // 100) - 1
-        return ordered[max(int(index), 0)]
+        return float(np.percentile(self._values, percent, method="inverted_cdf"))
 
 
 class Counters:

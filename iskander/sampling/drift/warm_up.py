@@ -1,26 +1,21 @@
 """Profile of the batches that a model's manifest records for its warm-up.
 
-Runs on: the observer process. Source: NumPy's `.npz`, read without pickle.
+Runs on: the observer process.
 """
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import pyarrow as pa
 
+from iskander.contract.formats.samples import read_arrays
 from iskander.contract.manifest import Manifest
-from iskander.contract.paths import path_inside
 from iskander.sampling.drift.columns import columns_of
 from iskander.sampling.drift.profile import ColumnKey, Profile
 from iskander.sampling.drift.reference import InvalidReference
-
-BYTES_MAX: Final = 1 << 28
-"""Unpacked bytes of a file of samples, the limit that workers have too."""
 
 
 def read_warm_up(folder: Path, manifest: Manifest, columns_max: int) -> Profile | None:
@@ -37,9 +32,7 @@ def read_warm_up(folder: Path, manifest: Manifest, columns_max: int) -> Profile 
         for side, batch in _batches(folder, manifest):
             columns = [(ColumnKey(side, name), each) for name, each in columns_of(batch, names)]
             profile.add(batch.num_rows if side == "input" else 0, columns)
-    except InvalidReference:
-        raise
-    except Exception as error:  # Those of zipfile, its decompressors and NumPy differ.
+    except Exception as error:  # Those of NumPy and pyarrow differ, such as for other lengths.
         raise InvalidReference(f"the warm-up samples cannot be read: {error}") from None
     return profile
 
@@ -59,15 +52,10 @@ def _batches(folder: Path, manifest: Manifest) -> Iterator[tuple[str, pa.RecordB
 
 
 def _read(folder: Path, name: str, columns: Mapping[str, str]) -> pa.RecordBatch:
-    file = path_inside(folder, name)
-    with zipfile.ZipFile(file) as archive:
-        size = sum(member.file_size for member in archive.infolist())
-    if size > BYTES_MAX:
-        raise InvalidReference(f"`{name}` unpacks to {size} bytes, limit {BYTES_MAX}")
-    with np.load(file, allow_pickle=False) as arrays:
-        return pa.record_batch(
-            {columns.get(key, key): _to_arrow(arrays[key]) for key in arrays.files}
-        )
+    arrays = read_arrays(folder, name)
+    return pa.record_batch(
+        {columns.get(key, key): _to_arrow(array) for key, array in arrays.items()}
+    )
 
 
 def _to_arrow(array: np.ndarray) -> pa.Array:

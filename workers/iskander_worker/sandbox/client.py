@@ -24,6 +24,7 @@ import msgspec
 
 from iskander.foundation import clock
 from iskander.foundation.decoders import thread_safe
+from iskander.foundation.machine_memory import available_bytes
 from iskander.interprocess.control.messages import LoadingSpec, ModelSpec
 from iskander_worker.foreign_interpreter import own_command
 from iskander_worker.loading.engines import needs_engines
@@ -210,27 +211,12 @@ def load_in_sandbox(
             cores,
             libraries,
             None if folder is None else str(folder),
-            private_bytes=spec.loading.sandbox_bytes or available_bytes(),
+            private_bytes=spec.loading.sandbox_bytes or max(available_bytes(), STARTING_BYTES),
             file_bytes=spec.loading.cache_bytes,
             seconds=seconds,
             setting="loading.engine_s" if needs_engines(spec) else "loading.sandbox_s",
         )
     )
-
-
-def available_bytes() -> int:
-    """Free memory of the system and of this process's control group, whichever is less."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
-        folder = Path("/sys/fs/cgroup") / group.lstrip("/")
-        limit = (folder / "memory.max").read_text().strip()
-        if limit.isdecimal():
-            found.append(max(int(limit) - int((folder / "memory.current").read_text()), 0))
-    except OSError:
-        pass  # Without a control group of version 2, only the machine's memory counts.
-    return max(min(found, default=1 << 34), STARTING_BYTES)
 
 
 def _write(stream: IO[bytes], line: bytes, deadline_ns: int) -> bool:

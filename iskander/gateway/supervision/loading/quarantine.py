@@ -29,12 +29,12 @@ from iskander.errors import IskanderError
 from iskander.foundation.backoff import backoff
 from iskander.foundation.clock import NS_PER_S, now_ns
 from iskander.foundation.logs import models as log
+from iskander.foundation.machine_memory import oom_kills
 from iskander.gateway.scheduling.lanes.lane import Lane, Quarantine
 from iskander.gateway.scheduling.lanes.offenders import Party
 from iskander.gateway.supervision.lifecycle import ENDING, Event, State
 from iskander.gateway.supervision.loading.model_loader import ModelLoader
 from iskander.gateway.supervision.worker import ProcessExit, Worker
-from iskander.gateway.transport.limits.machine_memory import oom_kills
 from iskander.interprocess.control.messages import Hello
 from iskander.interprocess.memory.heartbeat import model_digest
 

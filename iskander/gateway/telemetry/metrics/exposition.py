@@ -48,6 +48,7 @@ from iskander.errors import (
 )
 from iskander.foundation.build_info import BUILD
 from iskander.foundation.clock import NS_PER_S, now_ns
+from iskander.foundation.machine_memory import memory_bytes
 from iskander.foundation.measurement.histogram import Histogram
 from iskander.foundation.measurement.process_usage import cpu_s, resident_bytes
 from iskander.gateway.scheduling.lanes.batcher import Reason
@@ -60,7 +61,6 @@ from iskander.gateway.supervision.worker import Worker
 from iskander.gateway.telemetry.metrics.aggregate import RELOAD_VALID, RELOAD_VALID_AT
 from iskander.gateway.telemetry.metrics.sources import MetricSources
 from iskander.gateway.transport.limits.descriptors import descriptor_limit, open_descriptors
-from iskander.gateway.transport.limits.machine_memory import memory_bytes
 
 SOURCES_PER_STEP = {"counter": 16, "gauge": 16, "unknown": 16, "histogram": 2}
 """Sources of a metric in one step of a scrape: up to 72 samples of 8 us."""

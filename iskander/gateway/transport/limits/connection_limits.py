@@ -10,13 +10,15 @@ from collections import Counter
 from typing import Final
 
 from iskander.config.schema import Config
+from iskander.foundation.machine_memory import memory_bytes
 from iskander.gateway.transport.limits.allocator import return_free_memory
 from iskander.gateway.transport.limits.descriptors import Descriptors
 from iskander.gateway.transport.limits.handshakes import HandshakeTurns
-from iskander.gateway.transport.limits.machine_memory import receive_bytes
 from iskander.gateway.transport.limits.receive_budget import ReceiveBudget
 from iskander.gateway.transport.limits.turn_scheduler import TurnScheduler
 
+RECEIVE_SHARE: Final = 8
+"""Default of `limits.receive_bytes`: memory / 8."""
 TRIM_INTERVAL_S: Final = 2.0
 """Period of the check for excess heap memory."""
 
@@ -57,7 +59,8 @@ class ConnectionLimits:
     def _receive_bytes(self, config: Config) -> int:
         # Open calls keep their limit of a message, and the memory must suffice for two of them.
         self._message_bytes = max(self._message_bytes, config.limits.message_bytes)
-        return receive_bytes(config, self._message_bytes)
+        total = config.limits.receive_bytes or memory_bytes() // RECEIVE_SHARE
+        return max(total // config.server.processes, 2 * self._message_bytes)
 
     def count_ended(self, reason: str) -> None:
         """Count a connection or a message that the server ended."""

@@ -15,10 +15,10 @@ import pytest
 from iskander_worker.batches.tensors import error_text
 from iskander_worker.devices.cuda import DeviceLost
 from iskander_worker.loading import loader as loading
-from iskander_worker.warm_up import read_arrays
 from support.processes import eventually
 from support.scripted import model_spec
 
+from iskander.contract.formats.samples import read_arrays
 from iskander.contract.processing.row_relation import RowRelation
 from iskander.errors import ManifestError
 from iskander.interprocess.control.messages import LoadFailed

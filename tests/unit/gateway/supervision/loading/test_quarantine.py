@@ -13,6 +13,7 @@ from support.lanes import lane_of
 from support.simulation import Simulation
 
 from iskander.config.schema import WorkersConfig
+from iskander.foundation.machine_memory import oom_kills
 from iskander.gateway.scheduling.worker_slot import InFlightBatch
 from iskander.gateway.supervision.lifecycle import Event, State
 from iskander.gateway.supervision.loading.quarantine import (
@@ -22,7 +23,6 @@ from iskander.gateway.supervision.loading.quarantine import (
     Quarantines,
 )
 from iskander.gateway.supervision.worker import ProcessExit, SlotPlan, Worker
-from iskander.gateway.transport.limits.machine_memory import oom_kills
 from iskander.interprocess.control.messages import PROTOCOL_VERSION, Hello
 from iskander.interprocess.memory.arena import Lease
 from iskander.interprocess.memory.heartbeat import Heartbeat
