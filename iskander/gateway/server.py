@@ -94,7 +94,7 @@ class Server:
         require_addresses(config)
         self._traces = ExportProcess(config.tracing) if config.tracing.enabled else None
         self._runtime = RuntimeDirectory(config)
-        self._member = Member.of(self._runtime.path, index, config.server.processes)
+        self._member = Member.of_process(self._runtime.path, index, config.server.processes)
         self._started_ns = now_ns()
         self.reloads = ReloadStatus()
         self._is_stopping = self._is_started = False

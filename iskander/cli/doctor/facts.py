@@ -17,7 +17,7 @@ from typing import NamedTuple
 from iskander.cli.doctor.cgroup import Cgroup, Mount, read_cgroup, read_mounts
 from iskander.cli.doctor.tree import Tree
 from iskander.gateway.supervision.placement.topology import Topology, parse_cpu_list, read_topology
-from iskander.interprocess.memory.backing import huge_pages_free, transparent_rule
+from iskander.interprocess.memory.backing import huge_pages_free, transparent_setting
 
 _LIMITS = {"Max open files": "files", "Max locked memory": "locked_bytes", "Max processes": "tasks"}
 _CAP_IPC_LOCK = 14
@@ -181,7 +181,7 @@ def _read_memory(tree: Tree) -> Memory:
         uncommitted=size("CommitLimit") - size("Committed_AS"),
         huge_pages=tree.number("sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages") or 0,
         huge_pages_free=huge_pages_free(sysfs),
-        transparent=transparent_rule(sysfs),
+        transparent=transparent_setting(sysfs),
     )
 
 

@@ -296,7 +296,7 @@ def _memory(arena: ArenaConfig, workers: int, processes: int) -> list[str]:
     lines = [f"shared memory {total}, allocated at startup"]
     if arena.huge_pages:
         pages, free = sum(map(backing.huge_pages_needed, sizes)), backing.huge_pages_free()
-        rule = f"transparent ones for shared memory: {backing.transparent_rule()}"
+        rule = f"transparent ones for shared memory: {backing.transparent_setting()}"
         lines.append(f"huge pages: {pages} needed, {free} reserved and free now; {rule}")
     limit = backing.lock_limit_bytes()
     if arena.lock and limit is not None:

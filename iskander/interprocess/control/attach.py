@@ -117,13 +117,13 @@ def receive_answer(connection: socket.socket) -> tuple[Welcome | Refused, list[i
 def open_channel(
     connection: socket.socket, prefix: str, *, is_gateway: bool, wait_s: float | None = None
 ) -> Channel:
-    """Open the channel that the Welcome message names.
+    """Open the channel that the `Welcome` message names.
 
     Args:
         connection: Unix socket of the handshake.
         prefix: Path of the ipc sockets of a ZeroMQ channel; empty for a seqpacket channel.
         is_gateway: Whether this is the gateway's end.
-        wait_s: Time that `receive` waits for a first frame; None: it does not block.
+        wait_s: Time that `receive` waits for a first frame; None: `receive` does not block.
     """
     if not prefix:
         return SeqpacketChannel(connection, wait_s)
@@ -140,10 +140,10 @@ class LockFile:
         self._fd: int | None = None
 
     def acquire(self) -> bool:
-        """Acquire the lock unless already held.
+        """Acquire the lock unless this process holds it already.
 
-        Returns False if another process holds it, or if its folder is gone: a gateway removes the
-        folder when it stops.
+        Returns False if another process holds the lock, or if its folder is gone: a gateway removes
+        the folder when it stops.
         """
         if self._fd is not None:
             return True

@@ -1,4 +1,4 @@
-"""Channel between a gateway and a worker: whole frames both ways, and the end of the peer.
+"""Channel between a gateway and a worker: carries whole frames both ways, and shows a peer's end.
 
 Two implementations: `SeqpacketChannel`, the default, and `zmq_channel.ZmqChannel`.
 
@@ -27,11 +27,12 @@ from typing import Final
 from iskander.errors import ProtocolError
 
 FRAME_BYTES_MAX: Final = 1 << 18
-"""Frames are far smaller; the largest describes a contract with a thousand columns. Both buffers
-are set to hold one, which the system's usual ceiling (net.core.wmem_max) allows."""
+"""Maximum bytes of a frame. Usual frames are far smaller; the largest describes a contract with a
+thousand columns. The send and receive buffers are set to hold one frame of this size, which the
+system's usual ceiling (net.core.wmem_max) allows."""
 
 _WHOLE: Final = int(socket.MSG_TRUNC)
-"""Returns the whole length of a truncated frame."""
+"""Flag with which `recv` returns the whole length of a truncated frame."""
 _NO_WAIT: Final = int(socket.MSG_DONTWAIT | socket.MSG_TRUNC)
 
 
@@ -39,7 +40,7 @@ class Channel:
     """One end of a connection between a gateway and a worker, after the handshake.
 
     Attributes:
-        has_ended: The peer has closed, and all its frames have been received.
+        has_ended: Whether the peer has closed its end, and all its frames have been received.
     """
 
     def __init__(self) -> None:
@@ -75,10 +76,10 @@ class Channel:
 
 
 class SeqpacketChannel(Channel):
-    """One end of the socket, after the handshake. Owns: the socket.
+    """One end of a seqpacket channel, after the handshake. Owns: the socket.
 
     Args:
-        connection: Connected, of type SOCK_SEQPACKET.
+        connection: Connected socket of type SOCK_SEQPACKET.
         wait_s: Time that `receive` waits for a first frame; None: `receive` and `send` never block.
     """
 
@@ -115,7 +116,7 @@ class SeqpacketChannel(Channel):
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # The peer closed with frames unread. Reported once; its own frames follow.
+                # The peer closed with frames unread; the error comes once, before its frames.
                 continue
             if not length:
                 self.has_ended = True
@@ -147,13 +148,13 @@ class SeqpacketChannel(Channel):
 def require_length(frame: bytes) -> None:
     """Raise an `OSError` if a frame is too long to be sent."""
     if len(frame) > FRAME_BYTES_MAX:
-        raise OSError(errno.EMSGSIZE, _limit(len(frame)))
+        raise OSError(errno.EMSGSIZE, _frame_too_long(len(frame)))
 
 
 def too_long(length: int) -> ProtocolError:
     """Return the error for a received frame that is too long."""
-    return ProtocolError(f"{_limit(length)}; it was dropped")
+    return ProtocolError(f"{_frame_too_long(length)}; it was dropped")
 
 
-def _limit(length: int) -> str:
+def _frame_too_long(length: int) -> str:
     return f"frame has {length} bytes, limit {FRAME_BYTES_MAX}"

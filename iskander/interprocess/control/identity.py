@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 LOCK: Final = "gateway.lock"
-"""Lock in a runtime directory; the parent of several processes has one, too."""
+"""Lock file in a runtime directory; the parent of several processes has a lock file, too."""
 ORIGIN: Final = "iskander-origin"
 """Header with the `gateway_id` of a worker that loads a remote model or checks its server."""
 

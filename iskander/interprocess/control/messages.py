@@ -30,21 +30,24 @@ from iskander.foundation.clock import NS_PER_S
 
 PROTOCOL_VERSION = 20
 RUN_NS_MAX = 86_400 * NS_PER_S
-"""Of a batch; a faulty clock must not decide which lane is next."""
+"""Maximum run time of a batch; a faulty clock must not decide which lane is next."""
 
 
 class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
     """Trust in model files, and limits of a load.
 
     Attributes:
-        is_sandboxed: A new model is loaded in a sandboxed process first.
+        is_sandboxed: Whether a new model is loaded in a sandboxed process first.
         sandbox_s: Timeout of the sandboxed load.
-        sandbox_bytes: Limit of its private memory; 0 for the free memory of the system.
+        sandbox_bytes: Limit of the sandboxed process's private memory; 0 for the system's free
+            memory.
         model_bytes: Limit of a model's files, and of all its weights.
-        is_shared: Weights are mapped from `cache`, a folder; empty for none.
-        cache_bytes: Limit of the folder.
+        is_shared: Whether weights are mapped from files in `cache`.
+        cache: Folder of weights that workers share; empty for no folder.
+        cache_bytes: Limit of all files in `cache`.
         custom_ops: Operator libraries that models may request.
-        public_key: Ed25519, base64; models without its signature are rejected. Empty for none.
+        public_key: Ed25519 key in base64; models without a signature of this key are rejected.
+            Empty: no model needs a signature.
         engine_s: Timeout of a sandboxed build of TensorRT engines.
     """
 
@@ -64,16 +67,18 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
     """Load parameters of one model version.
 
     Attributes:
-        key: Number of the model in `Execute`; assigned by the gateway, never reused.
-        threads_intra: Compute threads within an operator; 0 for one a physical core of the worker.
-        string_bytes: Limit of one string in its results.
-        fingerprint: Equal for equal files and options; a loaded model with it is kept.
-        pool: Worker pool: its own, or empty for the shared pool.
-        trust_pickle: Its code may unpickle files.
-        trusted_types: Types that its skops files may contain beside the usual ones.
-        devices: Kinds of workers that load it: `cpu`, `gpu`.
-        gpu_memory_bytes: Its memory of a GPU; 0: not declared.
-        pad_to: Numbers of rows that its batches are padded to; empty for none.
+        key: Number of the model in `Execute`; the gateway assigns it and never reuses it.
+        threads_intra: Compute threads within an operator; 0 for a thread per physical core of the
+            worker.
+        string_bytes: Limit of one string in the model's results.
+        fingerprint: Text that is equal for equal files and options; a worker keeps a loaded model
+            with the same fingerprint.
+        pool: Name of the model's own worker pool; empty for the shared pool.
+        trust_pickle: Whether the model's code may unpickle files.
+        trusted_types: Types that the model's skops files may contain beside the usual types.
+        devices: Kinds of workers that load the model: `cpu`, `gpu`.
+        gpu_memory_bytes: Memory of a GPU that the model needs; 0: not declared.
+        pad_to: Numbers of rows to which the model's batches are padded; empty: no padding.
     """
 
     key: int
@@ -104,10 +109,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """Registration request of a worker.
 
     Attributes:
-        group: Core group that it was started for; None for any.
-        index: Its slot at an earlier gateway; None for a new process.
-        cpus: Cpus that it is pinned to; empty for a new process.
-        pool: The only model that it serves, as `NAME/VERSION`; empty for the shared pool.
+        group: Core group for which the worker was started; None for any group.
+        index: The worker's slot at an earlier gateway; None for a new process.
+        cpus: Cpus to which the worker is pinned; empty for a new process.
+        pool: The only model that the worker serves, as `NAME/VERSION`; empty for the shared pool.
     """
 
     protocol: int
@@ -119,16 +124,16 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Registration of a worker; carries descriptors (`attach.DESCRIPTORS`).
+    """Registration of a worker; the message carries descriptors (`attach.DESCRIPTORS`).
 
     Attributes:
         incarnation: Number of this registration, never reused.
-        cpus: Cpus to pin itself to; `cores` is the number of their physical cores.
+        cpus: Cpus to which the worker pins itself; `cores` is the number of their physical cores.
         node: Preferred NUMA node for memory; None for no preference.
-        reattach_s: Time to wait for another gateway when this one is gone; 0: no limit.
-        peers: Attach sockets of the other processes of this gateway, to be served too.
-        has_one_pool: Whether its ONNX models share one thread pool.
-        busy_poll_us: Time to poll for messages before it sleeps.
+        reattach_s: Time to wait for another gateway when this gateway is gone; 0: no limit.
+        peers: Attach sockets of the gateway's other processes, which the worker also serves.
+        has_one_pool: Whether the worker's ONNX models share one thread pool.
+        busy_poll_us: Time for which the worker polls for messages before it sleeps.
         channel: Path of the ipc sockets of a ZeroMQ channel, without the suffix; empty for the
             socket of this message.
     """
@@ -157,13 +162,16 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Load and warm a model version beside the work, then answer `Loaded` or `LoadFailed`."""
+    """Load and warm a model version while batches run, then answer `Loaded` or `LoadFailed`."""
 
     model: ModelSpec
 
 
 class Unload(msgspec.Struct, frozen=True, array_like=True, tag="unload"):
-    """Release a loaded model, by its key; none of its batches is in flight or follows."""
+    """Release the loaded model with the key `model`.
+
+    No batch of the model is in flight or follows.
+    """
 
     model: int
 
@@ -189,11 +197,11 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag="x"):
     """Run one batch; answer `Done` or `Failed`.
 
     Attributes:
-        batch_id: Never reused by a gateway; at least 1.
-        rows: Rows that the model runs with: those of the slices, and padding.
-        bucket: Number of the bucket of all rows; 0 if the model has none.
-        deadline_ns: Deadline of the last caller; 0 if one of them has none.
-        hops: Gateways that its requests passed before this one, at most.
+        batch_id: Number of the batch, at least 1; a gateway never reuses a number.
+        rows: Number of rows of the model's run: the rows of the slices, and padding.
+        bucket: Number of the bucket of all rows; 0 if the model has no buckets.
+        deadline_ns: Latest deadline of the callers; 0 if a caller has no deadline.
+        hops: Maximum number of gateways that a request of the batch passed before this gateway.
     """
 
     batch_id: int
@@ -214,24 +222,26 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
     """Finish all earlier messages, then exit with 0.
 
-    Of several gateway processes, only the first one's `Drain` ends the worker, after those of the
-    others, which only detach it from them.
+    Of several gateway processes, only the first process ends the worker by `Drain`. The `Drain` of
+    any other process comes before and only detaches the worker from that process.
 
     Attributes:
-        is_stopping: The whole gateway stops, so the other processes drain by themselves.
+        is_stopping: Whether the whole gateway stops, so that the other processes drain by
+            themselves.
     """
 
     is_stopping: bool = False
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
-    """The model is loaded and has computed its warm-up batches.
+    """Answer to `Load`: the model is loaded and has computed its warm-up batches.
 
     Attributes:
         files_sha256: Hash of the names and contents of the model's files, in hexadecimal; empty if
             there are too many files.
-        rows: Whether its rows affect each other's results.
-        library: Name and version of the library that computes its batches; empty if unknown.
+        rows: Whether the rows of a batch affect each other's results.
+        library: Name and version of the library that computes the model's batches; empty if
+            unknown.
     """
 
     model: int
@@ -245,7 +255,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"):
-    """The model cannot be served by this worker."""
+    """Answer to `Load`: this worker cannot serve the model."""
 
     model: int
     code: str
@@ -253,20 +263,20 @@ class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"
 
 
 class Unloaded(msgspec.Struct, frozen=True, array_like=True, tag="unloaded"):
-    """The worker has released the model."""
+    """Answer to `Unload`: the worker has released the model."""
 
     model: int
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """The batch was computed; `run_ns` is the time from the message to the answer."""
+    """Answer to `Execute`: the batch was computed in `run_ns`, from the message to the answer."""
 
     batch_id: int
     run_ns: Annotated[int, Meta(ge=0, le=RUN_NS_MAX)]
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="steps"):
-    """Name and nanoseconds of each step of a pipeline; sent with its `Done`."""
+    """Name and nanoseconds of each step of a pipeline; sent with the batch's `Done`."""
 
     model: int
     steps: tuple[tuple[str, int], ...]
@@ -280,12 +290,12 @@ class Copied(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
-    """The batch was not computed; `code` is that of an `IskanderError`.
+    """Answer to `Execute`: the batch was not computed; `code` is the code of an `IskanderError`.
 
     Attributes:
-        is_input: The model runs other rows, so the values of these are the cause.
-        row: First row of the request that fails alone; None if it is unknown.
-        column: Column of the values that are the cause; empty if it is unknown.
+        is_input: Whether the rows' values are the cause: the model does run with other rows.
+        row: First row of the request that also fails alone; None if unknown.
+        column: Column of the values that are the cause; empty if unknown.
     """
 
     batch_id: int
@@ -298,7 +308,10 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
 
 
 class Probed(msgspec.Struct, frozen=True, array_like=True, tag="probed"):
-    """Why the remote server of a model is not ready; empty if it is, or if there is none."""
+    """Answer to `Probe`: why the model's remote server is not ready.
+
+    Empty if it is ready, or if the model has no remote server.
+    """
 
     model: int
     reason: str

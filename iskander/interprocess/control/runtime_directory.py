@@ -25,7 +25,7 @@ class Member(NamedTuple):
 
     Attributes:
         number: Number of the process, from 0.
-        peers: Attach sockets of its peers.
+        peers: Attach sockets of the gateway's other processes.
     """
 
     number: int = 0
@@ -37,8 +37,8 @@ class Member(NamedTuple):
         return self.number == 0
 
     @classmethod
-    def of(cls, folder: Path, number: int, count: int) -> Member:
-        """Create a member; `folder` is its process's runtime directory."""
+    def of_process(cls, folder: Path, number: int, count: int) -> Member:
+        """Create the member of one process, whose runtime directory is `folder`."""
         others = (folder.parent / f"process-{each}" for each in range(count) if each != number)
         return cls(number, tuple(str(other / ATTACH_SOCKET) for other in others))
 
@@ -80,7 +80,7 @@ class ZmqPaths:
             self._folder.mkdir(mode=0o700)
         except OSError as error:
             raise ConfigError(f"server.runtime_directory {folder}: {error.strerror}") from None
-        # Unique: a worker of an earlier gateway may still remove its sockets.
+        # The path is unique: a worker of an earlier gateway may still remove its sockets.
         self._token = secrets.token_hex(4)
 
     def prefix(self, incarnation: int) -> str:

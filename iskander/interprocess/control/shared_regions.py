@@ -51,12 +51,12 @@ class RegionGrant(msgspec.Struct, frozen=True):
 
 @thread_safe
 class BodyLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A batch whose body is in the stream's region.
+    """Location of a batch whose body is in the stream's region.
 
     Attributes:
         header: Flatbuffer header of its Arrow IPC message.
         body: Offset and length in bytes of its body in the region.
-        app_metadata: The batch's own.
+        app_metadata: Metadata that the client sends with the batch.
     """
 
     header: bytes
@@ -93,7 +93,7 @@ def send_region(connection: socket.socket, grant: RegionGrant, fd: int | None = 
 
 
 def _connect(connection: socket.socket, path: Path, timeout_s: float) -> None:
-    """Connect, and wait while the listener's backlog is full.
+    """Connect to the gateway's socket, and wait while the listener's backlog is full.
 
     connect(2) of a unix socket with a timeout fails with EAGAIN at once.
     """

@@ -50,7 +50,7 @@ class ZmqChannel(Channel):
         connection: Unix socket of the handshake.
         prefix: Path of the ipc sockets without the suffix; the folder has mode 0700.
         is_gateway: Whether this is the gateway's end.
-        wait_s: Time that `receive` waits for a first frame; None: it does not block.
+        wait_s: Time that `receive` waits for a first frame; None: `receive` does not block.
 
     Raises:
         OSError: The ipc socket cannot be bound.
@@ -98,7 +98,7 @@ class ZmqChannel(Channel):
     def receive(self) -> Iterator[memoryview]:
         """See `Channel`."""
         ready = [fd for fd, _ in self._epoll.poll(self._wait_s)]
-        # Before the frames are read: those that arrived before the disconnection are in the queue.
+        # Events come before frames: frames that arrived before the disconnection are in the queue.
         if self._monitor_fd in ready:
             self._read_events()
         if not self._ends_ns and self._socket_fd in ready and self._is_hung_up():
@@ -129,7 +129,7 @@ class ZmqChannel(Channel):
         """See `Channel`."""
         self._close_zmq(0 if self._is_gateway or self._ends_ns else FLUSH_MS)
         self._socket.close()
-        # A peer that was killed has not removed its own.
+        # A peer that was killed has not removed its own socket file.
         if self._is_gateway and self._pid == os.getpid():
             for path in self._paths:
                 Path(path).unlink(missing_ok=True)

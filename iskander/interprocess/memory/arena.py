@@ -22,7 +22,7 @@ GRAIN_BYTES: Final = 4096
 
 
 def usable_bytes(segment_bytes: int) -> int:
-    """Arena capacity of a segment: whole grains."""
+    """Return the capacity of an arena in a segment: whole grains."""
     return segment_bytes // GRAIN_BYTES * GRAIN_BYTES
 
 
@@ -64,7 +64,7 @@ class Arena:
         return len(self._live)
 
     def lease(self, length_bytes: int) -> Lease | None:
-        """Allocate a range; None while no free range is long enough."""
+        """Allocate a range; return None while no free range is long enough."""
         self.require_fits(length_bytes)
         length = max(length_bytes + GRAIN_BYTES - 1, GRAIN_BYTES) // GRAIN_BYTES * GRAIN_BYTES
         for index, free in enumerate(self._free_lengths):  # noqa: B007 - it is used below
@@ -91,13 +91,13 @@ class Arena:
             )
 
     def is_live(self, lease: Lease) -> bool:
-        """Whether a lease has not been given back."""
+        """Return whether a lease has not been given back."""
         return self._live.get(lease.offset) is lease
 
     def give_back(self, lease: Lease) -> None:
-        """Release a range for one holder; a stale lease is an error.
+        """Release a range for one of its holders; a stale lease is an error.
 
-        After the last holder it is free, and is merged with its free neighbours.
+        After the last holder, the range is free and is merged with its free neighbours.
         """
         if self._live.get(lease.offset) is not lease:
             raise SegmentError(f"lease {lease.generation} is stale: it was given back before")

@@ -20,12 +20,12 @@ MIB = 1 << 20
 
 
 class BackingOptions(NamedTuple):
-    """Requested backing.
+    """Backing that is requested for a segment.
 
     Attributes:
         node: Preferred NUMA node; None for the kernel's choice.
-        is_huge: Use huge pages, reserved or transparent.
-        is_locked: Prevent swapping.
+        is_huge: Whether to use huge pages, reserved or transparent.
+        is_locked: Whether to prevent swapping.
     """
 
     node: int | None = None
@@ -37,11 +37,11 @@ ANY_MEMORY: Final = BackingOptions()
 
 
 class Backing(NamedTuple):
-    """Actual backing.
+    """Backing that a segment has got.
 
     Attributes:
-        is_locked: The segment is never swapped out.
-        node: Preferred NUMA node; None without a policy.
+        is_locked: Whether the segment is never swapped out.
+        node: Preferred NUMA node; None if there is no policy.
         notices: Requested properties that the segment does not have, and why.
     """
 
@@ -57,7 +57,7 @@ class Backing(NamedTuple):
         return self.length_bytes if self.is_locked else 0
 
     def __str__(self) -> str:
-        """Text for a log line: `256 MiB, 256 in huge pages, locked, node 1 preferred`."""
+        """Return text for a log line: `256 MiB, 256 in huge pages, locked, node 1 preferred`."""
         parts = [f"{self.length_bytes / MIB:g} MiB"]
         if self.huge_bytes:
             parts.append(f"{self.huge_bytes / MIB:g} in huge pages")
@@ -72,7 +72,10 @@ NO_MEMORY = Backing(0)
 
 
 def huge_pages_free(sysfs: Path = Path("/sys")) -> int:
-    """Reserved huge pages that are free; 0 also without kernel support for this size."""
+    """Return the number of free reserved huge pages.
+
+    0 also without kernel support for this size.
+    """
     folder = sysfs / f"kernel/mm/hugepages/hugepages-{HUGE_PAGE_BYTES >> 10}kB"
     try:
         # The first file also counts pages reserved by a mapping and not touched yet.
@@ -84,8 +87,8 @@ def huge_pages_free(sysfs: Path = Path("/sys")) -> int:
     return free - reserved
 
 
-def transparent_rule(sysfs: Path = Path("/sys")) -> str:
-    """Kernel setting for transparent huge pages of shared memory: `never`, `advise`, ..."""
+def transparent_setting(sysfs: Path = Path("/sys")) -> str:
+    """Return the kernel's setting for transparent huge pages of shared memory: `never`, ..."""
     try:
         text = (sysfs / "kernel/mm/transparent_hugepage/shmem_enabled").read_text()
     except OSError:
@@ -94,18 +97,18 @@ def transparent_rule(sysfs: Path = Path("/sys")) -> str:
 
 
 def lock_limit_bytes() -> int | None:
-    """Memory that this process may lock without CAP_IPC_LOCK; None: unlimited."""
+    """Return the bytes that this process may lock without CAP_IPC_LOCK; None: unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def huge_pages_needed(length_bytes: int) -> int:
-    """Number of huge pages for a length."""
+    """Return the number of huge pages for a length."""
     return -(-length_bytes // HUGE_PAGE_BYTES)
 
 
 def mapped_huge_bytes(address: int) -> int:
-    """Bytes of the shared mapping at an address in transparent huge pages."""
+    """Return the bytes in transparent huge pages of the shared mapping at an address."""
     try:
         text = Path("/proc/self/smaps").read_text()
     except OSError:
@@ -116,7 +119,7 @@ def mapped_huge_bytes(address: int) -> int:
 
 
 def mapped_node_bytes(address: int) -> dict[int, int]:
-    """Bytes of the mapping at an address on each NUMA node; empty if the kernel reports none."""
+    """Return the bytes on each NUMA node of the mapping at an address; empty if not reported."""
     try:
         text = "\n" + Path("/proc/self/numa_maps").read_text()
     except OSError:
@@ -132,7 +135,10 @@ def mapped_node_bytes(address: int) -> dict[int, int]:
 
 
 def node_notice(node: int, node_bytes: dict[int, int]) -> str:
-    """Notice about pages on other nodes than the preferred one; empty if there are none."""
+    """Return a notice about pages on other nodes than the preferred node.
+
+    Empty if there are none.
+    """
     others = {other: length for other, length in sorted(node_bytes.items()) if other != node}
     if not others:
         return ""
@@ -141,18 +147,18 @@ def node_notice(node: int, node_bytes: dict[int, int]) -> str:
 
 
 def huge_pages_notice(length_bytes: int, huge_bytes: int, error: OSError) -> str:
-    """Notice about missing reserved huge pages."""
+    """Return the notice about missing reserved huge pages."""
     # EFAULT: access would raise SIGBUS, which populating reports instead, madvise(2).
     why = "their cgroup allows fewer" if error.errno == errno.EFAULT else error.strerror
     return (
         f"no reserved huge pages, {why}: {huge_pages_needed(length_bytes)} needed, "
         f"{huge_pages_free()} free (vm.nr_hugepages); {huge_bytes / MIB:g} MiB in transparent "
-        f"ones (shmem_enabled is {transparent_rule()})"
+        f"ones (shmem_enabled is {transparent_setting()})"
     )
 
 
 def lock_notice(length_bytes: int, error: int) -> str:
-    """Notice about a segment that can be swapped out."""
+    """Return the notice about a segment that can be swapped out."""
     limit = lock_limit_bytes()
     may = "any amount" if limit is None else f"{limit / MIB:g} MiB"
     return (

@@ -1,12 +1,12 @@
 """Shared memory that a client process writes and the gateway reads.
 
     ClientSegment   a memfd of a fixed length, created here; a client with the descriptor writes it
-    SegmentRange    a part of it, which is copied once to its target
+    SegmentRange    a part of a ClientSegment, which is copied once to its target
 
-Resident pages are read from a mapping, which is twice as fast; others (never written, or reclaimed)
-by pread, so that reading allocates no memory for them. The pages are freed with the segment, even
-while a client still has the descriptor. The client can change bytes between two reads, so bytes
-that must be checked before use are copied to private memory first.
+Resident pages are read from a mapping, which is twice as fast. Pages that were never written, or
+were reclaimed, are read by pread, so that reading allocates no memory for them. The pages are freed
+with the segment, even while a client still has the descriptor. The client can change bytes between
+two reads, so bytes that must be checked before use are copied to private memory first.
 
 Runs on: gateway. Source: memfd_create(2), fcntl(2) file sealing, mincore(2), fallocate(2).
 """
@@ -72,7 +72,7 @@ class ClientSegment:
             raise SegmentError(f"reading a client segment failed: {error.strerror}") from None
 
     def _is_resident(self, start: int, stop: int) -> bool:
-        """Whether all pages of a range are in memory, so that access allocates none."""
+        """Return whether all pages of a range are in memory, so that access allocates no page."""
         first = start - start % mmap.PAGESIZE
         pages = bytearray(-(-(stop - first) // mmap.PAGESIZE))
         vector = (ctypes.c_ubyte * len(pages)).from_buffer(pages)
@@ -97,7 +97,7 @@ class SegmentRange:
         return SegmentRange(self._segment, self._start + start, self._start + max(start, stop))
 
     def read_into(self, target: memoryview) -> None:
-        """Copy the range to a target of its length."""
+        """Copy the range to a target of the same length."""
         assert len(target) == len(self)
         self._segment.read_into(target, self._start)
 

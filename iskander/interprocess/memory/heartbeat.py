@@ -5,7 +5,7 @@
     bytes 8..16   id of the running batch, or 0; for a batch of another gateway, minus the digest of
                   its model
 
-The loop itself writes it; a helper thread would continue while the loop hangs.
+The loop itself writes the heartbeat; a helper thread would continue while the loop hangs.
 
 Runs on: worker main (writes), gateway loop (reads).
 """
@@ -19,26 +19,26 @@ from typing import Final, NamedTuple
 HEARTBEAT_BYTES: Final = 4096
 """One page, the smallest mapping."""
 
-_BEAT: Final = struct.Struct("<qq")
+_HEARTBEAT: Final = struct.Struct("<qq")
 
 
 class Heartbeat(NamedTuple):
-    """A heartbeat as read."""
+    """The last heartbeat of a worker, as the gateway reads it."""
 
     at_ns: int
     batch_id: int
 
 
 def model_digest(name: str, version: str) -> int:
-    """Positive number of a model version, the same in every process."""
+    """Return a positive number for a model version, the same in every process."""
     return zlib.crc32(f"{name}/{version}".encode()) + 1
 
 
 def write_heartbeat(view: memoryview, at_ns: int, batch_id: int) -> None:
     """Write the heartbeat of one loop iteration."""
-    _BEAT.pack_into(view, 0, at_ns, batch_id)
+    _HEARTBEAT.pack_into(view, 0, at_ns, batch_id)
 
 
 def read_heartbeat(view: memoryview) -> Heartbeat:
     """Read the last heartbeat."""
-    return Heartbeat(*_BEAT.unpack_from(view, 0))
+    return Heartbeat(*_HEARTBEAT.unpack_from(view, 0))

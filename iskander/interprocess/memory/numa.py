@@ -31,26 +31,26 @@ def system_call(number: int, *arguments: object) -> int:
 
 
 def prefer_node(node: int, call: Call = system_call) -> str:
-    """Prefer a node for the memory of this thread and of threads that it starts.
+    """Prefer a node for the memory of this thread, and of threads that this thread starts.
 
-    Returns why the call failed; empty on success.
+    Returns text that says why the call failed; empty on success.
     """
-    mask, bits = _mask(node)
+    mask, bits = _node_mask(node)
     return _set_policy("set_mempolicy", _SET_MEMPOLICY, call, node, (_MPOL_PREFERRED, mask, bits))
 
 
 def prefer_node_for(address: int, length_bytes: int, node: int, call: Call = system_call) -> str:
-    """Prefer a node for the pages of a mapping; if shared, also for other processes.
+    """Prefer a node for the pages of a mapping; for a shared mapping, also in other processes.
 
-    Returns why the call failed; empty on success.
+    Returns text that says why the call failed; empty on success.
     """
-    mask, bits = _mask(node)
+    mask, bits = _node_mask(node)
     arguments = (ctypes.c_void_p(address), ctypes.c_ulong(length_bytes), _MPOL_PREFERRED, mask)
     return _set_policy("mbind", _MBIND, call, node, (*arguments, bits, ctypes.c_uint()))
 
 
-def _mask(node: int) -> tuple[ctypes.Array[ctypes.c_ulong], ctypes.c_ulong]:
-    """The set of one node, and its length in bits plus one, as the kernel requires."""
+def _node_mask(node: int) -> tuple[ctypes.Array[ctypes.c_ulong], ctypes.c_ulong]:
+    """Return the mask of a node, and the mask's length in bits plus one, as the kernel requires."""
     mask = (ctypes.c_ulong * (node // 64 + 1))()
     mask[node // 64] = 1 << (node % 64)
     return mask, ctypes.c_ulong(len(mask) * 64 + 1)
@@ -66,11 +66,11 @@ def _set_policy(
     if not error:
         return ""
     code = errno.errorcode.get(error, str(error))
-    meaning = _MEANINGS.get(error) or os.strerror(error)
+    meaning = _MEANINGS_OF_ERRNO.get(error) or os.strerror(error)
     return f"no memory policy for node {node}: {name} was refused with {code}: {meaning}"
 
 
-_MEANINGS = {
+_MEANINGS_OF_ERRNO = {
     errno.EPERM: "the sandbox does not allow it; a container needs CAP_SYS_NICE or its own seccomp "
     "profile",
     errno.ENOSYS: "this kernel was built without NUMA",

@@ -81,7 +81,7 @@ class Segment:
         *,
         is_read_only: bool = False,
     ) -> Segment:
-        """Create and seal a segment with the requested backing as far as available.
+        """Create and seal a segment; its backing is the requested backing as far as available.
 
         The label appears in `/proc/PID/fd` and cannot be opened. The length is rounded up to whole
         pages. With `is_read_only`, no other process can map it writable. Raises `SegmentError` if
@@ -114,7 +114,7 @@ class Segment:
 
     @classmethod
     def _create(cls, label: str, length_bytes: int, options: BackingOptions, flags: int) -> Segment:
-        """Map and populate a new memfd; closes it again on `OSError`."""
+        """Map and populate a new memfd; close the memfd again on `OSError`."""
         fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         try:
             os.ftruncate(fd, length_bytes)
@@ -129,7 +129,7 @@ class Segment:
                 if not failure:
                     segment.backing = segment.backing._replace(node=options.node)
             if options.is_huge and not flags:
-                # Fails on kernels without transparent huge pages.
+                # This call fails on kernels without transparent huge pages.
                 with contextlib.suppress(OSError):
                     segment._mapping.madvise(mmap.MADV_HUGEPAGE)
             # A node or cgroup without enough reserved pages fails here, not earlier.
@@ -144,7 +144,7 @@ class Segment:
             segment.backing = segment.backing._replace(huge_bytes=length_bytes)
         if options.is_locked:
             # Reserved huge pages are never swapped out.
-            error = 0 if flags else segment._call("mlock")
+            error = 0 if flags else segment._call_libc("mlock")
             segment.backing = segment.backing._replace(is_locked=not error)
             segment._add_notice(lock_notice(length_bytes, error) if error else "")
         return segment
@@ -153,8 +153,8 @@ class Segment:
     def attach(cls, fd: int, length_bytes: int, *, is_writable: bool) -> Segment:
         """Map a received segment, which then owns the descriptor, and populate its page tables.
 
-        Raises `SegmentError` if it is shorter than declared, or unsealed: the sender could truncate
-        the memory under a reader.
+        Raises `SegmentError` if the segment is shorter than declared, or unsealed: the sender could
+        truncate the memory under a reader.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -177,22 +177,22 @@ class Segment:
         return segment
 
     def close(self) -> None:
-        """Unmap and close; the memory is freed when the other holders have closed too."""
+        """Unmap the segment and close its descriptor; the last holder to close frees the memory."""
         self.view.release()
-        # Stays mapped while other views exist, e.g. in the frames of a cancelled call.
+        # The memory stays mapped while views exist, such as in the frames of a cancelled call.
         with contextlib.suppress(BufferError):
             self._mapping.close()
         os.close(self.fd)
 
     def _populate(self, advice: int) -> None:
-        """Fault all pages in: half a second a gibibyte."""
+        """Fault all pages in, which takes half a second per gibibyte."""
         # `mmap.madvise` would hold the GIL meanwhile.
-        error = self._call("madvise", ctypes.c_int(advice))
+        error = self._call_libc("madvise", ctypes.c_int(advice))
         if error:
             raise OSError(error, os.strerror(error))
 
-    def _call(self, name: str, *arguments: object) -> int:
-        """Call a libc function on the mapping; returns 0 or the errno."""
+    def _call_libc(self, name: str, *arguments: object) -> int:
+        """Call a libc function on the mapping; return 0 or the errno."""
         call = getattr(ctypes.CDLL(None, use_errno=True), name)
         address, length = ctypes.c_void_p(self.address), ctypes.c_size_t(len(self))
         return ctypes.get_errno() if call(address, length, *arguments) else 0
@@ -208,7 +208,7 @@ def _whole_pages(length_bytes: int, page_bytes: int) -> int:
 
 
 def private_pages(length_bytes: int) -> memoryview:
-    """Private memory in small pages; unmapped with its last view.
+    """Return private memory in small pages, which is unmapped with its last view.
 
     The kernel clears a small page in about a microsecond, a huge one in 0.3 to 6 ms.
     """
@@ -218,7 +218,7 @@ def private_pages(length_bytes: int) -> memoryview:
 
 
 def address_of(view: memoryview) -> int:
-    """Address of a view in this process."""
+    """Return the address of a view in this process."""
     # NumPy returns the address of read-only memory too; ctypes does not.
     import numpy as np
 

@@ -25,7 +25,7 @@ from iskander.interprocess.memory.backing import (
     lock_limit_bytes,
     mapped_node_bytes,
     node_notice,
-    transparent_rule,
+    transparent_setting,
 )
 from iskander.interprocess.memory.segment import Segment
 
@@ -271,14 +271,14 @@ def smaps(segment: Segment) -> dict[str, str]:
 
 
 NO_HUGE_PAGES = pytest.mark.skipif(
-    huge_pages_free() > 0 or transparent_rule() not in ("never", "deny"),
+    huge_pages_free() > 0 or transparent_setting() not in ("never", "deny"),
     reason="huge pages are available",
 )
 RESERVED_PAGES = pytest.mark.skipif(
     huge_pages_free() < 3, reason="needs `sysctl vm.nr_hugepages=3`"
 )
 TRANSPARENT_PAGES = pytest.mark.skipif(
-    huge_pages_free() > 0 or transparent_rule() not in ("always", "within_size", "advise"),
+    huge_pages_free() > 0 or transparent_setting() not in ("always", "within_size", "advise"),
     reason="needs `advise` in shmem_enabled, and no reserved pages",
 )
 
@@ -297,7 +297,7 @@ def test_without_huge_pages_a_segment_has_small_pages_and_a_notice() -> None:
     (notice,) = segment.backing.notices
     assert notice == (
         "no reserved huge pages, Cannot allocate memory: 2 needed, 0 free "
-        f"(vm.nr_hugepages); 0 MiB in transparent ones (shmem_enabled is {transparent_rule()})"
+        f"(vm.nr_hugepages); 0 MiB in transparent ones (shmem_enabled is {transparent_setting()})"
     )
     assert str(segment.backing) == "4 MiB"
     segment.view[-1] = 1
@@ -418,10 +418,10 @@ def test_reserved_but_unused_pages_are_not_free(tmp_path: Path) -> None:
     assert huge_pages_free(tmp_path / "none") == 0
 
 
-def test_transparent_rule_is_the_value_in_brackets(tmp_path: Path) -> None:
+def test_transparent_setting_is_the_value_in_brackets(tmp_path: Path) -> None:
     rule = tmp_path / "kernel/mm/transparent_hugepage/shmem_enabled"
     rule.parent.mkdir(parents=True)
     rule.write_text("always within_size [advise] never deny force\n")
 
-    assert transparent_rule(tmp_path) == "advise"
-    assert transparent_rule(tmp_path / "none") == "not there"
+    assert transparent_setting(tmp_path) == "advise"
+    assert transparent_setting(tmp_path / "none") == "not there"
