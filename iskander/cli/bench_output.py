@@ -61,7 +61,6 @@ def _marks(figures: Figures) -> Iterator[str]:
 
 
 def to_json(model: str, found: Sequence[Figures]) -> dict[str, Any]:
-    """Return the figures as plain values."""
     return {"model": model, "points": [each._asdict() for each in found]}
 
 

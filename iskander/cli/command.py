@@ -47,7 +47,6 @@ def add_command(
 
 
 def add_name(parser: Parser) -> None:
-    """Add a model's name."""
     parser.add_argument("model", metavar="NAME", help="model name")
 
 
@@ -64,19 +63,16 @@ def add_address(parser: Parser) -> None:
 
 
 def add_file(parser: Parser, sentence: str = "configuration, TOML") -> None:
-    """Add a file."""
     parser.add_argument("file", type=Path, metavar="FILE", help=sentence)
 
 
 def add_set(parser: Parser) -> None:
-    """Add overrides of settings."""
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting"
     )
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
-    """Add the choice of JSON."""
     parser.add_argument("--json", action="store_true", help="print one JSON value")
 
 
@@ -118,17 +114,14 @@ def token_of_environment() -> str | None:
 
 
 def print_lines(*lines: str) -> None:
-    """Print lines."""
     sys.stdout.writelines(f"{line}\n" for line in lines)
 
 
 def print_table(head: Row, rows: Sequence[Row]) -> None:
-    """Print a table."""
     print_lines(*render_table(head, rows))
 
 
 def print_json(value: Any) -> None:  # noqa: ANN401
-    """Print a value as JSON."""
     print_lines(json.dumps(value, indent=1))
 
 

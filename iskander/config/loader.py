@@ -239,7 +239,6 @@ def _complete(model: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def _complete_source(source: SourceConfig, folder: Path) -> SourceConfig:
-    """Return a source with an absolute path."""
     return msgspec.structs.replace(source, path=str((folder / source.path).absolute()))
 
 

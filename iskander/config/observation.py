@@ -67,7 +67,6 @@ class PredictionLogConfig(Section, frozen=True, kw_only=True):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the files go to an object store."""
         return is_uri(self.path) and not self.path.startswith("file://")
 
 
@@ -89,7 +88,6 @@ class ModelLogConfig(Section, frozen=True, kw_only=True):
 
 
 def is_uri(path: str) -> bool:
-    """Whether a path has a scheme."""
     return "://" in path
 
 

@@ -61,7 +61,6 @@ def _settings_of(
 
 
 def render_value(value: Any) -> str:  # noqa: ANN401
-    """A value as TOML."""
     return "..." if value is None else msgspec.json.encode(value).decode()
 
 

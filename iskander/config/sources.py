@@ -57,7 +57,6 @@ class SourceConfig(Section, frozen=True, kw_only=True):
 
     @property
     def version_text(self) -> str | None:
-        """The version as text."""
         return None if self.version is None else str(self.version)
 
 

@@ -74,7 +74,6 @@ class _Controller(NamedTuple):
         return None if found is None or found >= _UNLIMITED else int(found)
 
     def own(self, name: str) -> str:
-        """Path of a file of the group itself."""
         return f"{self.folders[0]}/{name}" if self.folders else name
 
 

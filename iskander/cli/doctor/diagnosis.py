@@ -13,5 +13,4 @@ CHECKS = (*memory.CHECKS, *cpus.CHECKS, *limits.CHECKS, *system.CHECKS, *runtime
 
 
 def diagnose(subject: Subject) -> list[Finding]:
-    """Return the findings of all checks, in the order of the registry."""
     return [finding for check in CHECKS for finding in check(subject)]

@@ -50,7 +50,6 @@ class Cpus(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Number of cpus."""
         return len(self.topology.cpus)
 
 

@@ -34,7 +34,6 @@ class Tree(NamedTuple):
         return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
     def lines(self, path: str) -> list[str]:
-        """Lines of a file."""
         return self.text(path).splitlines()
 
     def names(self, path: str) -> list[str]:

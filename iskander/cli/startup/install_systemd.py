@@ -93,7 +93,6 @@ def read_templates() -> dict[str, str]:
 
 
 def with_head(text: str) -> str:
-    """Return the content of a file with its first line."""
     return f"{HEAD}{_digest(text)}\n{text}"
 
 

@@ -81,7 +81,6 @@ class Installation(NamedTuple):
 
 
 def worker_name(instance: int | str) -> str:
-    """Return the name of a worker's unit, without its suffix."""
     return WORKER.replace("@.service", f"@{instance}")
 
 

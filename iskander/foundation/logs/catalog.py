@@ -37,7 +37,6 @@ def events_of(title: str) -> list[Event[Any]]:
 
 
 def level_name(event: Event[Any]) -> str:
-    """Return the level as in a JSON line."""
     return logging.getLevelName(event.level).lower()
 
 

@@ -65,7 +65,6 @@ class TextFormat(_Format):
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:  # noqa: ANN401
-        """Return the indented traceback."""
         return "\n".join(f"    {line}" for line in super().formatException(ei).splitlines())
 
 

@@ -88,7 +88,6 @@ class RecentValues:
         return ring
 
     def names(self) -> list[str]:
-        """Return the names of all measures with points."""
         return sorted(self._rings)
 
     def query(

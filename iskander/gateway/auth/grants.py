@@ -77,7 +77,6 @@ class Grant:
 
     @property
     def is_anonymous(self) -> bool:
-        """Whether the server requires tokens and the caller has none."""
         return self.name == ANONYMOUS
 
     def may_call(self, model: str) -> bool:
@@ -221,7 +220,6 @@ class Authenticator:
 
     @property
     def tokens(self) -> int:
-        """Number of valid tokens."""
         return sum(grant.is_valid for grant in self._grants.values())
 
     async def authenticate(

@@ -58,7 +58,6 @@ class SourceTable(Generic[Item]):
         return self._len
 
     def count(self, source: Hashable) -> int:
-        """Return the number of items of a source."""
         return len(self._items.get(source, ()))
 
     def add(self, source: Hashable, item: Item) -> None:
@@ -158,7 +157,6 @@ class Shares(Generic[Item]):
         return len(self._sources)
 
     def count(self, source: Hashable) -> int:
-        """Return the number of items of a source."""
         return self._table.count(source)
 
     def add(self, source: Hashable, item: Item) -> None:

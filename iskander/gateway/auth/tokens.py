@@ -32,7 +32,6 @@ PREFIX = "isk_"
 
 
 def digest(token: str) -> str:
-    """Return the SHA-256 of a token in hex."""
     return sha256(token.encode()).hexdigest()
 
 

@@ -61,11 +61,9 @@ class ModelReader:
         self._configured = {(m.name, str(m.version)): m for m in config.models}
 
     def is_configured(self, name: str) -> bool:
-        """Whether a model comes from the configuration."""
         return name in self._names
 
     def configured(self, name: str, version: str) -> ModelConfig | None:
-        """Return the settings of a model version of the configuration."""
         return self._configured.get((name, version))
 
     def model_of(self, name: str, version: str, settings: ModelFile) -> ModelConfig:
@@ -75,7 +73,6 @@ class ModelReader:
         return ModelConfig(**{**fields, "name": name, "path": path, "version": version})
 
     def listed(self, name: str) -> ScannedModel:
-        """Scan a model of the folder."""
         return list_model(self._root, name, self._marker)
 
     def settings(self, name: str) -> tuple[ModelFile, Routing]:
@@ -94,7 +91,6 @@ class ModelReader:
         }
 
     def of_configuration(self, name: str) -> Found:
-        """Read the versions of a model of the configuration."""
         return {
             version: _read_or_error(model, partial(model_spec, 0, model, self._loading))
             for (each, version), model in self._configured.items()

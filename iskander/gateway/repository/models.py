@@ -65,11 +65,9 @@ class Models:
         self._shadow_shares: dict[tuple[str, str], float] = {}
 
     def __iter__(self) -> Iterator[Lane]:
-        """The served lanes."""
         return iter([lane for versions in self._served.values() for lane in versions.values()])
 
     def versions_of(self, name: str) -> Mapping[str, Lane]:
-        """Return the served lanes of a model by version."""
         return self._served.get(name, {})
 
     def serve(self, lane: Lane) -> Lane | None:
@@ -145,7 +143,6 @@ class Models:
         )
 
     def is_lane_ready(self, lane: Lane) -> bool:
-        """Whether a model version has its quorum of workers."""
         return lane.is_ready
 
     def reasons(self) -> list[str]:

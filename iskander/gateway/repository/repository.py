@@ -232,7 +232,6 @@ class Repository:
             self._reloading.discard(name)
 
     async def _reload(self, name: str, *, retries_failed: bool = False) -> None:
-        """Load the changed versions of a model of the configuration."""
         async with self._locks.setdefault(name, asyncio.Lock()):
             found = await asyncio.to_thread(self._reader.of_configuration, name)
             begun, error = self._begin_all(name, found, retries_failed=retries_failed)
@@ -385,7 +384,6 @@ class StartupBarrier:
         self._expected: dict[str, asyncio.Event] = {}
 
     def expect(self, name: str) -> None:
-        """Register a model that the startup will load."""
         self._expected[name] = asyncio.Event()
 
     def all_expected(self) -> None:

@@ -44,7 +44,6 @@ class Routing(NamedTuple):
         return {self.aliases.get(each, each) for each in named}
 
     def shadow_shares(self) -> dict[str, float]:
-        """Return the share of each shadow version."""
         return {self.aliases.get(each, each): share for each, share in self.shadows.items()}
 
     def routes_to(self, version: str) -> list[str]:
@@ -78,7 +77,6 @@ class Routing(NamedTuple):
 
 
 def shadow_route(share: float) -> str:
-    """Describe the route to a shadow version."""
     return f"shadow of {share:g}"
 
 

@@ -107,7 +107,6 @@ class SlotPlan(msgspec.Struct, frozen=True):
 
     @property
     def device(self) -> str:
-        """Kind of the worker: `gpu` or `cpu`."""
         return "cpu" if self.gpu is None else "gpu"
 
     @property
@@ -283,7 +282,6 @@ class Worker(WorkerSlot):
         self.channel = self.output = self.beat = self._pidfd = self._abort_fd = None
 
     def kill(self) -> None:
-        """End the process now."""
         self._signal(signal.SIGKILL)
 
     def dump(self) -> None:

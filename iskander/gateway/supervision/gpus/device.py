@@ -56,7 +56,6 @@ class Gpu(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        """Name for messages."""
         return f"GPU {self.number}"
 
     @property
@@ -114,5 +113,4 @@ def environment_of(gpu: Gpu | None) -> dict[str, str]:
 
 
 def format_gib(size_bytes: int) -> str:
-    """Format bytes in GiB."""
     return f"{size_bytes / GIB:.4g} GiB"

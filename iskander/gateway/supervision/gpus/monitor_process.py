@@ -40,15 +40,12 @@ class MonitorProcess:
 
     @property
     def starts(self) -> int:
-        """Started processes."""
         return self._process.starts
 
     def start(self) -> None:
-        """Start the process."""
         self._process.start()
 
     async def stop(self) -> None:
-        """Kill the process."""
         await self._process.stop(0)
 
     def _on_start(self, connection: socket.socket) -> None:

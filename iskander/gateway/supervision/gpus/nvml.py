@@ -31,7 +31,6 @@ _MILLI: Final = 1000
 
 
 def is_installed() -> bool:
-    """Whether the Python binding of NVML is installed."""
     return find_spec(MODULE) is not None
 
 

@@ -98,5 +98,4 @@ decode_monitor_report: Final = msgspec.json.Decoder(MonitorReport).decode
 
 
 def throttles_of(mask: int) -> tuple[str, ...]:
-    """Return the reasons in a bit mask of NVML."""
     return tuple(text for bit, text in THROTTLES.items() if mask & bit)

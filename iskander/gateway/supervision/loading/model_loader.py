@@ -340,5 +340,4 @@ def _report_relation(lane: Lane) -> None:
 
 
 def _may_build_engines(item: tuple[int, Lane]) -> bool:
-    """Return whether the load of a lane's model may build TensorRT engines."""
     return item[1].model.execution_providers[0] == "tensorrt"

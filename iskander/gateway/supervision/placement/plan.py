@@ -315,7 +315,6 @@ def _runs(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
 
 
 def _notes_on_nodes(groups: list[Cpus], topology: Topology) -> list[str]:
-    """Return a note for each group that spans NUMA nodes."""
     return [
         f"group {group} spans the NUMA nodes {', '.join(map(str, nodes))}: its workers prefer the "
         "memory of none"

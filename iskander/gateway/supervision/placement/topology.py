@@ -40,12 +40,10 @@ class Topology(NamedTuple):
 
     @property
     def numbers(self) -> set[int]:
-        """Kernel numbers of all cpus."""
         return {cpu.number for cpu in self.cpus}
 
     @property
     def nodes(self) -> dict[int, tuple[int, ...]]:
-        """The cpus of each NUMA node."""
         return {node: _numbers(cpus) for node, cpus in groupby(self.cpus, lambda cpu: cpu.node)}
 
     @property
@@ -55,7 +53,6 @@ class Topology(NamedTuple):
 
     @property
     def cores(self) -> list[tuple[int, ...]]:
-        """The cpus of each physical core."""
         return [_numbers(cpus) for _, cpus in groupby(self.cpus, lambda cpu: cpu.core)]
 
     def only(self, numbers: Collection[int]) -> Topology:
