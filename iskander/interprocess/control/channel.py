@@ -1,4 +1,4 @@
-"""Channel between a gateway and a worker: carries whole frames both ways, and shows a peer's end.
+"""Channel between a gateway and a worker: whole frames both ways, and the end of its peer.
 
 Two implementations: `SeqpacketChannel`, the default, and `zmq_channel.ZmqChannel`.
 
