@@ -512,17 +512,28 @@ def test_name_that_cannot_be_encoded_is_an_error() -> None:
         module.resolve(f"{'a' * 64}.test:5", socket.getaddrinfo)
 
 
+def probing_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "iskander-targets"]
+
+
+def join_threads() -> None:
+    """Wait until no thread probes; it may have ended."""
+    for thread in probing_threads():
+        thread.join(10)
+    assert not probing_threads()
+
+
 @pytest.fixture
 def threaded() -> Iterator[World]:
     world = World()
     yield world
-    assert not [t for t in threading.enumerate() if t.name == "iskander-targets"]
+    assert not probing_threads()
 
 
 def test_one_address_has_no_thread(threaded: World) -> None:
     targets = threaded.targets("a:1")
     targets.release(targets.pick(), BROKEN)
-    assert targets._thread is None
+    assert not probing_threads()
     targets.close()
 
 
@@ -533,10 +544,7 @@ def test_thread_probes_and_ends_when_all_targets_are_ready(
     targets = threaded.targets("a:1", "b:1")
     lease = targets.pick()
     targets.release(lease, BROKEN)
-    thread = targets._thread
-    if thread is not None:  # It may have ended.
-        thread.join(10)
-    assert targets._thread is None
+    join_threads()
     assert lease.target.next_probe_ns is None
     assert lease.connection.probes == 1
     targets.close()
@@ -564,12 +572,10 @@ def test_thread_is_started_again_after_an_error_of_a_probe(
             pass
         threads[0].join(10)
     assert died == [bug]
-    assert targets._thread is None
+    assert not probing_threads()
     other = targets.pick()
     targets.release(other, BROKEN)
-    thread = targets._thread
-    if thread is not None:
-        thread.join(10)
+    join_threads()
     assert lease.target.next_probe_ns is other.target.next_probe_ns is None
     targets.close()
 
@@ -593,8 +599,7 @@ def test_one_probe_is_in_flight_at_a_time(threaded: World, monkeypatch: pytest.M
     for avoid in (None, targets._preferred):
         targets.release(targets.pick(avoid=avoid), BROKEN)
     for _ in range(3):
-        thread = targets._thread
-        if thread is not None:
+        for thread in probing_threads():
             thread.join(10)
     assert [each.next_probe_ns for each in targets._targets] == [None] * 3
     assert most == [1]
@@ -604,9 +609,9 @@ def test_one_probe_is_in_flight_at_a_time(threaded: World, monkeypatch: pytest.M
 def test_close_ends_the_thread_and_closes_all_connections(threaded: World) -> None:
     threaded.names["node.test"] = ["10.0.0.1", "10.0.0.2"]
     targets = threaded.targets("node.test:5", is_resolved=True)
-    assert targets._thread is not None
+    assert probing_threads()
     targets.close()
-    assert targets._thread is None
+    assert not probing_threads()
     assert all(each.is_closed for each in threaded.opened)
 
 
