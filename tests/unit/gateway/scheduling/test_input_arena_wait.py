@@ -86,6 +86,23 @@ async def test_requests_wait_in_order_of_arrival(harness: FullArena) -> None:
 
 
 @in_loop
+async def test_lane_is_not_empty_while_a_request_waits_and_is_empty_after_it(
+    harness: FullArena,
+) -> None:
+    """An unloaded model is closed when its lane is empty."""
+    await harness.fill(4)
+    harness.lane.outstanding.clear()
+    assert harness.lane.is_empty
+
+    _, task = await harness.submit(1)
+    assert not harness.lane.is_empty
+    task.cancel()
+    await turns()
+
+    assert harness.lane.is_empty
+
+
+@in_loop
 async def test_one_release_admits_one_request(harness: FullArena) -> None:
     await harness.fill(1, 1, 1, 1)
     (_, first), (_, second) = await harness.submit(1), await harness.submit(1)
