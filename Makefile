@@ -32,7 +32,8 @@ test-fast: .venv/.installed-tests
 
 # What the wheel does not run (`make wheel`): together they run each test once.
 test-sources: .venv/.installed-tests
-	$(BIN)/pytest $(SIDE_BY_SIDE) --ignore=tests/system --ignore=tests/process
+	$(BIN)/pytest $(SIDE_BY_SIDE) tests/system/test_client_distribution.py \
+	    $(filter-out tests/system/ tests/process/ tests/support/ tests/__pycache__/,$(wildcard tests/*/))
 
 # Slow tests too, clients in other languages, fuzzing for 60 s a target, alerts in a real Prometheus, and
 # ten minutes of mixed load. Tests whose tools are missing are skipped by name: g++, go with

@@ -69,7 +69,6 @@ def test_copy_without_server_libraries_scores_as_the_full_client(
     assert found["column"] == "item_id"
 
 
-@pytest.mark.slow
 def test_shared_bytes_without_the_server_distribution_is_a_config_error(
     gateway: Gateway, tmp_path: Path
 ) -> None:

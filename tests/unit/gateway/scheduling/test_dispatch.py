@@ -246,6 +246,19 @@ def test_blocked_lane_does_not_block_another(gateway: Simulation) -> None:
     assert [execute.model for execute in free.sent] == [1]
 
 
+def test_held_lane_sends_nothing_until_its_release(gateway: Simulation) -> None:
+    """It waits for the reason why a worker ended that ran one of its batches."""
+    worker = gateway.start(0)
+    gateway.lanes[0].is_held = True
+    submit(gateway, 8)
+    assert not worker.sent
+
+    gateway.lanes[0].is_held = False
+    gateway.dispatcher.pump()
+
+    assert len(worker.sent) == 1
+
+
 def test_worker_serves_only_lanes_of_its_models(gateway: Simulation) -> None:
     gateway.start(0)
 

@@ -10,6 +10,7 @@ from support.simulation import SimulatedWorker, Simulation
 
 from iskander.gateway.auth.source import Source
 from iskander.gateway.scheduling.request import Request
+from iskander.gateway.scheduling.retry import LOSSES_MAX
 from iskander.gateway.scheduling.worker_slot import CREDITS
 from iskander.interprocess.control.messages import Failed
 
@@ -124,6 +125,22 @@ def poisoned(gateway: Simulation) -> list[SimulatedWorker]:
     gateway.loop.run(10 * MS)
     assert caller.codes == ["poisoned"]
     return workers
+
+
+def test_source_of_a_request_that_never_ran_is_not_slowed(gateway: Simulation) -> None:
+    """It was sent to workers that died before they began it, as often as is permitted."""
+    worker = gateway.start()
+    request, caller = gateway.submit_rows(0, 2, source=POISONER)
+    request.losses = LOSSES_MAX - 1
+    gateway.loop.turn()
+    kill(gateway, worker, None)
+    assert caller.codes == ["poisoned"]
+
+    gateway.start().play()
+    _, later = gateway.submit_rows(0, 2, source=POISONER)
+    gateway.loop.run(10 * MS)
+
+    assert not later.codes and len(later.results) == 1
 
 
 def test_requests_of_a_slowed_source_are_rejected_wherever_they_are(gateway: Simulation) -> None:
