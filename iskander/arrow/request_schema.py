@@ -59,13 +59,13 @@ def _fields(tree: dict[str, Any]) -> list[pa.Field]:
     ]
 
 
-def _arrow_type(sent: SentType, tensor: str) -> pa.DataType:
+def _arrow_type(sent: SentType, dtype_name: str) -> pa.DataType:
     if sent.family:
         arrow = _temporal_or_decimal(sent)
         for size in reversed(sent.shape):
             arrow = pa.list_(arrow, size)
     else:
-        element = tensor if sent.element == NUMBER else sent.element
+        element = dtype_name if sent.element == NUMBER else sent.element
         arrow = to_arrow(ColumnType(element, sent.shape, sent.is_tensor))
     return pa.list_(arrow) if sent.is_ragged else arrow
 

@@ -15,7 +15,7 @@ from iskander.errors import IskanderError
 from iskander.lake.execution import require_runtimes, runtime_terms
 
 CALL_S: Final = 5.0
-"""Time limit of a description. A server that does not answer checks the terms of its calls."""
+"""Time limit of a description. A server that is later than that checks the terms of each call."""
 
 
 def common_runtimes(

@@ -24,7 +24,7 @@ from iskander.lake.rows import is_row_error
 from iskander.lake.sources import JobSource
 
 FILE: Final = "file"
-"""Field of an error with the file of its row."""
+"""Field of an error: the file that has the row of the field `row`."""
 
 
 def with_place(
@@ -46,7 +46,7 @@ def with_place(
         filter: Condition of the rows.
         first: Number of the batch's first row in the unit, after the filter.
         batch: The rows, with the columns of the input.
-        columns: `Job.columns`.
+        columns: Name of the column of the input, by name of the model's input.
 
     Returns:
         An error of the same class with the fields `file` and `row`; the error itself if values of

@@ -76,8 +76,8 @@ class Executor:
         """Return the input arena from `offset`, where the body of a request begins, to its end."""
         return self._input.view[offset:]
 
-    def is_launched(self, message: Execute) -> bool:
-        """Whether a batch is run by `launch`, because its model is on a device."""
+    def needs_launch(self, message: Execute) -> bool:
+        """Whether a batch must run by `launch`, because its model is on a device."""
         session = self.sessions.get(message.model)
         return session is not None and session.launcher is not None
 
@@ -123,7 +123,10 @@ class Executor:
         return binding
 
     def _create_stage(self, message: Execute) -> _Stage | ArrayStage:
-        """Create a stage; its rows are rounded up to a power of two, so that it seldom grows."""
+        """Create a stage, and drop the bindings to the one before it.
+
+        Its rows are rounded up to a power of two, so that it seldom grows.
+        """
         key, rows = (message.model, message.bucket), message.rows
         self._bindings = {
             cached: kept for cached, kept in self._bindings.items() if cached[:2] != key

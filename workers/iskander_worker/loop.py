@@ -136,7 +136,7 @@ class WorkerLoop:
                     if answers and not _is_brief(message, attachment):
                         channel.send(encode(answers))
                         answers = []
-                    if self._pipeline is not None and attachment.executor.is_launched(message):
+                    if self._pipeline is not None and attachment.executor.needs_launch(message):
                         self._launch(message, attachment, answers)
                         continue
                     heartbeat = partial(

@@ -262,7 +262,7 @@ class Connection:
                 for chunk in reader:
                     feeder.on_result()
                     yield _outcome(chunk, path[0])
-                    if feeder.is_last_result():
+                    if feeder.count_result():
                         feeder.has_ended_call = True
                         writer.done_writing()
             except FLIGHT_ERRORS as error:

@@ -1,6 +1,6 @@
 """Writer thread of a stream, concurrent with the reader of its results.
 
-Runs on: a thread of its own; results are counted on the caller's.
+Runs on: a thread of its own; the thread of the caller counts results.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class StreamWriter(threading.Thread):
             assert self._region is not None
             self._region.free()
 
-    def is_last_result(self) -> bool:
+    def count_result(self) -> bool:
         """Count a result; return whether it is the last one."""
         with self._lock:
             self._received += 1

@@ -13,7 +13,7 @@ from typing import Final
 LOCK: Final = "gateway.lock"
 """Lock file in a runtime directory; the parent of several processes has a lock file, too."""
 ORIGIN: Final = "iskander-origin"
-"""Header with the `gateway_id` of a worker that loads a remote model or checks its server."""
+"""Header by which a worker sends its `gateway_id` to the server of a remote model."""
 
 
 def gateway_id(folder: Path) -> str:

@@ -41,6 +41,8 @@ STARTS_MAX: Final = 4
 """Limit of the starts of the gateway in one job, including the first."""
 SOCKET_PATH_BYTES_MAX: Final = 100
 """Limit of a socket's path, below the system's limit of 107 bytes."""
+SOCKET_NAME_BYTES: Final = 30
+"""Longest rest of a socket's path: the random part of the folder's name, and the file names."""
 FOLDER: Final = "isk-score-"
 """Prefix of the names of servers' folders, in the folder for temporary files."""
 LOCK: Final = "lock"
@@ -341,7 +343,7 @@ def _locked_folder() -> Iterator[Path]:
 def temporary_folder() -> Path:
     """Return the folder for temporary files, or /tmp if its path is too long for sockets."""
     parent = Path(tempfile.gettempdir())
-    is_long = len(str(parent / FOLDER)) > SOCKET_PATH_BYTES_MAX - 30
+    is_long = len(str(parent / FOLDER)) > SOCKET_PATH_BYTES_MAX - SOCKET_NAME_BYTES
     return Path("/tmp") if is_long else parent
 
 

@@ -95,7 +95,7 @@ class Column:
             return pa.string() if self._wanted is None else self._wanted
         is_mixed = self._decimals is not None and self._decimals[0] != self._decimals[1]
         if self._kinds[0] == pa.float64() and self._has_zeros and is_mixed:
-            return self._kinds[1]
+            return self._kinds[1]  # A float would lose the trailing zeros, which not all have.
         return self._kinds[0]
 
     def add(self, raw: pa.Array, path: str, first_row: int | None) -> None:

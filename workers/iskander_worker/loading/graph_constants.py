@@ -135,7 +135,11 @@ def _visit_messages(raw: memoryview, name: str, found: GraphConstants) -> bool:
 def _add_attribute(
     raw: memoryview, number: int, at: int, begin: int, end: int, found: GraphConstants
 ) -> None:
-    """Add the numbers of an attribute's field; `at` is its tag, and a list may have many fields."""
+    """Add the numbers of a field of an attribute.
+
+    `at` is the position of its tag. `begin` is negative for a field without a length: a number. A
+    list is one field with all numbers, or a field for each.
+    """
     if number in (_FLOAT, _FLOATS):
         found.add_numbers(np.frombuffer(raw[begin if begin >= 0 else end - 4 : end], "<f4"))
     elif number in (_INTEGER, _INTEGERS):

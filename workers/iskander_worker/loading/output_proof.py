@@ -7,7 +7,8 @@ two patterns before each run, and compares the results of a batch:
 
     bound memory had 0x55  ==  bound memory had 0xAA  ==  result in the runtime's own memory
         if not, the output is not bound, and is copied from the runtime's memory
-    own memory after 0x55 was freed  ==  own memory after 0xAA was freed
+    result in the runtime's own memory, after memory with 0x55 was freed
+        ==  the same after memory with 0xAA was freed
         if not, and the bytes are those patterns, the model does not write its result: a load error
 
 Runs on: worker main, and the process of a sandboxed load.
@@ -74,11 +75,11 @@ class ProvedModel(Protocol):
 def unbound_outputs(
     model: ProvedModel, batches: Sequence[Batch], *, may_differ: bool = False
 ) -> tuple[int, ...]:
-    """Return the indices of the bound outputs that must be copied instead.
+    """Return the indices of the bound outputs that must be copied instead; check their shapes.
 
     A model that binds no outputs has none.
 
-    `may_differ`: the manifest accepts that batches of some rows have results of another shape.
+    `may_differ`: the manifest accepts that batches of some sizes have results of another shape.
 
     Raises:
         ManifestError: An output has another shape than its declaration in every batch that runs, or
@@ -129,12 +130,10 @@ def require_written(model: ProvedModel, batches: Iterable[Batch]) -> None:
             if found[0] is None or found[1] is None:
                 break
             stained = _pattern_masks(found[0], found[1])
-            suspect = {
-                name: mask & suspect[name] if round_number else mask
-                for name, mask in stained.items()
-                if not round_number or name in suspect
-            }
-            suspect = {name: mask for name, mask in suspect.items() if mask.any()}
+            if round_number:  # Suspect are the elements that follow the pattern in each round.
+                names_left = stained.keys() & suspect.keys()
+                stained = {name: stained[name] & suspect[name] for name in names_left}
+            suspect = {name: mask for name, mask in stained.items() if mask.any()}
             if not suspect:
                 break
         for name, mask in suspect.items():
@@ -192,7 +191,7 @@ def _bound_results(
     outputs = np.full(body_layout(specs, rows)[1] + 64, pattern, np.uint8)
     try:
         bound = model.bind(rows, inputs.ctypes.data, outputs.ctypes.data)
-        fill = getattr(bound, "fill", None)
+        fill = getattr(bound, "fill", None)  # Only a binding has it.
         if fill is not None:
             fill(pattern)
         bound.run(Run())

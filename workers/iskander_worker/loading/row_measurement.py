@@ -154,8 +154,8 @@ def measure_rows(
         samples: Recorded inputs of a few rows by tensor; empty for none.
         accepted_texts: The only texts that an input accepts, by tensor; other inputs accept any.
         graph_file: File whose words are used as texts.
-        is_confined: A crash ends only the process of this load. Unless it does, the measurement
-            runs no values that crash a known operator.
+        is_confined: A crash ends only the process of this load. If false, values that crash a
+            known operator are not run.
         seconds: Time limit.
         on_risk: Called with the verdict so far before batches that may end a confined process.
     """
@@ -166,6 +166,7 @@ def measure_rows(
     try:
         verdict = measurement.verdict(samples, graph_file, is_confined=is_confined)
         if verdict.verdict == "independent" and on_risk is not None and measurement.has_risk:
+            # Counts only if the next batches end the process.
             on_risk(verdict._replace(evidence=f"{verdict.evidence}; integers below 1 crash it"))
             return measurement.verdict_with_zeros()
         return verdict
@@ -340,11 +341,14 @@ class _Measurement:
 
     @property
     def _leaves_out_integers(self) -> bool:
-        """Whether zeros and negative integers could end the process."""
+        """Whether integers below 1 were not tried, because they could end the process."""
         return self._generator.has_integers and not self._may_be_zero
 
     def _choose_extent(self) -> Extent:
-        """Choose the extent by the time of one row, and whether a batch of `FAR_ROWS` runs."""
+        """Return the extent of the measurement, by the time of one row.
+
+        Also sets `_far_rows`: a fast model runs a batch of `FAR_ROWS`.
+        """
         arrays = self._generator.rows(self._fixed or 1, Values(), seed=97)
         times = []
         for _ in range(2):
@@ -368,7 +372,7 @@ class _Measurement:
         return max(sum(spec.buffer_bytes(FAR_ROWS) for spec in specs) // FAR_ROWS, 1)
 
     def _kinds(self, *, is_confined: bool) -> list[Values]:
-        """Return the kinds of values to try."""
+        """Return the kinds of values to try, and set whether integers may be zero."""
         generator = self._generator
         kinds = [Values()]
         if is_confined and generator.has_integers:
@@ -527,7 +531,7 @@ class _Measurement:
     def _integer_markers(self, *, is_confined: bool) -> list[int]:
         """Return the integers to try as markers.
 
-        None if a marker could end the process of a worker.
+        No integers if a marker could end the process of a worker.
         """
         if not is_confined or self._extent is not EXTENTS[0] or self._worst_similar is not None:
             return []
@@ -540,8 +544,8 @@ class _Measurement:
     ) -> Iterator[_Difference]:
         """Yield differences of rows with rare values, such as NaN, between two sets of other rows.
 
-        Only the second set has these values too: without other rows that have none, large values
-        would decide a mean of the batch.
+        The other rows of the first batch have none of these values, and those of the second batch
+        have some. In the first batch, large values alone would decide a mean over the rows.
         The rows have the same positions in both batches, because the runtime may compute a maximum
         with NaN differently at another position.
         """
