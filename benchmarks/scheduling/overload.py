@@ -378,7 +378,7 @@ def _batches(system: Running) -> Counter[str]:
     with Client(system.address) as client:
         lane = client.stats()["lanes"]["priced/1"]
     rows = lane["batch_rows"]
-    closed = {key: n for key, n in lane.items() if key.startswith("closed.")}
+    closed = {f"closed.{key}": n for key, n in lane["closed"].items()}
     return Counter({"batches": rows["count"], "rows": rows["count"] * rows["mean"], **closed})
 
 

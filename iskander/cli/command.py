@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from iskander import __version__
 from iskander.cli.tables import Row, render_table
 from iskander.config.loader import Loaded, load_config
 from iskander.config.memory import divide
-from iskander.errors import Fault, IskanderError
+from iskander.errors import Fault, IskanderError, Unsupported
 
 if TYPE_CHECKING:
     from iskander.client import Client
+    from iskander.gateway.telemetry.status.stats import Stats
 
     Parser = argparse.ArgumentParser
     Commands = argparse._SubParsersAction[Parser]
@@ -106,6 +108,19 @@ def connect(
         timeout_s=CALL_TIMEOUT_S if timeout_s is None else timeout_s,
         **options,
     )
+
+
+def read_stats(client: Client) -> Stats:
+    """Return the state of a server. Raises Unsupported for a server of another version."""
+    import msgspec
+
+    from iskander.gateway.telemetry.status.stats import Stats
+
+    try:
+        return msgspec.convert(client.stats(), Stats)
+    except msgspec.ValidationError as error:
+        text = f"the response to `stats` is of another version ({__version__} here): {error}"
+        raise Unsupported(text) from None
 
 
 def token_of_environment() -> str | None:

@@ -124,11 +124,10 @@ def _print_versions(arguments: argparse.Namespace, versions: list[str], state: s
 
 def _stats(arguments: argparse.Namespace) -> int:
     with command.connect(arguments) as client:
-        stats = client.stats()
-    if arguments.json:
-        command.print_json(stats)
-    else:
-        print_lines(*render_stats(stats))
+        if arguments.json:
+            command.print_json(client.stats())
+        else:
+            print_lines(*render_stats(command.read_stats(client)))
     return ExitCode.DONE
 
 

@@ -6,7 +6,15 @@ Pure: plain values in, lines out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from iskander.gateway.telemetry.status.stats import (
+        LaneStats,
+        LatencyStats,
+        Stats,
+        WorkerStats,
+    )
 
 COLUMNS_MAX = 100
 NAME_MAX = 20
@@ -38,73 +46,75 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in " ".join(text.splitlines()))
 
 
-def render_stats(stats: Mapping[str, Any]) -> list[str]:
+def render_stats(stats: Stats) -> list[str]:
     """The response of the action `stats`, as lines of text."""
-    lanes: dict[str, Any] = stats["lanes"]
-    arena = stats["input_arena"]
+    lanes, arena = stats.lanes, stats.input_arena
     lines = [
-        f"iskander {stats['version']} ({stats['build']}), pid {stats['pid']}, "
-        f"up {format_duration(stats['uptime_s'])}, "
-        f"{format_count(stats['streams'])} streams, {format_count(stats['calls'])} calls, "
-        f"input arena {arena['leased_bytes'] / MIB:.1f} of {arena['capacity_bytes'] / MIB:.0f} MiB",
-        *([f"not ready: {reason}" for reason in stats["reasons"]] or ["ready"]),
+        f"iskander {stats.version} ({stats.build}), pid {stats.pid}, "
+        f"up {format_duration(stats.uptime_s)}, "
+        f"{format_count(stats.streams)} streams, {format_count(stats.calls)} calls, "
+        f"input arena {arena.leased_bytes / MIB:.1f} of {arena.capacity_bytes / MIB:.0f} MiB",
+        *([f"not ready: {reason}" for reason in stats.reasons] or ["ready"]),
         "",
         *_lane_table(lanes),
         "",
         *_latency_table(lanes),
         "",
-        *_worker_table(stats["workers"]),
+        *_worker_table(stats.workers),
     ]
-    notes = [f"input arena: {notice}" for notice in arena["notices"]]
-    for worker in stats["workers"]:
-        notes += [f"worker {worker['index']}: {notice}" for notice in worker["notices"]]
+    notes = [f"input arena: {notice}" for notice in arena.notices]
+    for worker in stats.workers:
+        notes += [f"worker {worker.index}: {notice}" for notice in worker.notices]
     notes += [line for title, lane in lanes.items() for line in _notes(title, lane)]
     return [*lines, "", *notes] if notes else lines
 
 
-def _lane_table(lanes: Mapping[str, Any]) -> list[str]:
+def _lane_table(lanes: Mapping[str, LaneStats]) -> list[str]:
     rows = []
     for title, lane in lanes.items():
         counts = (
-            lane["workers"],
-            lane["queue"]["requests"],
-            lane["queue"]["rows"],
-            lane.get("requests", 0),
-            sum(lane["refused"].values()),
-            sum(lane["failed"].values()),
-            lane["deadlines"]["hit"],
-            lane["deadlines"]["missed"],
+            lane.workers,
+            lane.queue.requests,
+            lane.queue.rows,
+            lane.requests,
+            sum(lane.refused.values()),
+            sum(lane.failed.values()),
+            lane.deadlines["hit"],
+            lane.deadlines["missed"],
         )
-        rows.append((_name(title), "yes" if lane["ready"] else "no", *map(format_count, counts)))
+        rows.append((_name(title), "yes" if lane.ready else "no", *map(format_count, counts)))
     head = ["model", "ready", "workers", "queued", "rows", "requests", "rejected", "failed"]
     return render_table((*head, "in time", "late"), rows, numbers_from=2)
 
 
-def _latency_table(lanes: Mapping[str, Any]) -> list[str]:
+def _latency_table(lanes: Mapping[str, LaneStats]) -> list[str]:
     rows = []
     for title, lane in lanes.items():
-        batches, latency, cost = lane["batch_rows"], lane["latency_ms"], lane["cost"]
-        times = (_percentiles(latency[kind]) for kind in ("wait", "run", "total"))
-        counts = format_count(batches["count"]), format_count(round(batches["mean"]))
-        costs = _cost(cost, "base_us", 1000), _cost(cost, "row_us", 1)
-        rows.append((_name(title), *counts, *times, *costs))
+        times = (_percentiles(lane.latency_ms[kind]) for kind in ("wait", "run", "total"))
+        counts = lane.batch_rows.count, round(lane.batch_rows.mean)
+        known = [cost for cost in lane.cost.values() if cost.samples]
+        costs = (
+            _highest([cost.base_us / 1000 for cost in known]),
+            _highest([cost.row_us for cost in known]),
+        )
+        rows.append((_name(title), *map(format_count, counts), *times, *costs))
     head = ("p50/p99 since start", "batches", "rows", "wait ms", "run ms", "total ms")
     return render_table((*head, "base ms", "row us"), rows, numbers_from=1)
 
 
-def _worker_table(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+def _worker_table(workers: Sequence[WorkerStats]) -> list[str]:
     rows = [
         (
-            str(worker["index"]),
-            worker["state"],
-            str(worker["pid"] or "-"),
-            str(worker["incarnation"] or "-"),
-            format_count(worker["starts"]),
-            format_count(worker["batches"]),
-            str(worker["in_flight"]),
-            f"{worker['output_leased_bytes'] / MIB:.1f}",
-            f"{worker['resident_bytes'] / MIB:.0f}",
-            worker["history"][-1] if worker["history"] else "",
+            str(worker.index),
+            worker.state,
+            str(worker.pid or "-"),
+            str(worker.incarnation or "-"),
+            format_count(worker.starts),
+            format_count(worker.batches),
+            str(worker.in_flight),
+            f"{worker.output_leased_bytes / MIB:.1f}",
+            f"{worker.resident_bytes / MIB:.0f}",
+            worker.history[-1] if worker.history else "",
         )
         for worker in workers
     ]
@@ -115,29 +125,27 @@ def _worker_table(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _notes(title: str, lane: Mapping[str, Any]) -> list[str]:
+def _notes(title: str, lane: LaneStats) -> list[str]:
     """Why requests are not combined, and counts by error code and closing reason."""
-    kinds = (("refused", "rejected"), ("failed", "failed"), ("closed", "batches closed"))
-    relation = lane.get("row_relation")
+    kinds = ((lane.refused, "rejected"), (lane.failed, "failed"), (lane.closed, "batches closed"))
+    relation = lane.row_relation
     notes = []
-    if relation and not relation["is_combinable"]:
-        notes.append(f"{title}: requests are not combined: {relation['reason']}")
+    if relation and not relation.is_combinable:
+        notes.append(f"{title}: requests are not combined: {relation.reason}")
     return notes + [
         f"{title}: {words}: "
-        + ", ".join(f"{name} {format_count(count)}" for name, count in sorted(lane[key].items()))
-        for key, words in kinds
-        if lane[key]
+        + ", ".join(f"{name} {format_count(count)}" for name, count in sorted(counts.items()))
+        for counts, words in kinds
+        if counts
     ]
 
 
-def _percentiles(times: Mapping[str, float]) -> str:
-    return f"{format_number(times['p50'])}/{format_number(times['p99'])}" if times["count"] else "-"
+def _percentiles(times: LatencyStats) -> str:
+    return f"{format_number(times.p50)}/{format_number(times.p99)}" if times.count else "-"
 
 
-def _cost(costs: Mapping[str, Mapping[str, float]], key: str, divisor: int) -> str:
-    """The highest cost of all workers."""
-    known = [cost[key] / divisor for cost in costs.values() if cost["samples"]]
-    return format_number(max(known)) if known else "-"
+def _highest(costs: Sequence[float]) -> str:
+    return format_number(max(costs)) if costs else "-"
 
 
 def _name(title: str) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import asdict
+
 from iskander.config.schema import Config
 from iskander.errors import Draining
 from iskander.foundation.clock import NS_PER_MS, NS_PER_S, now_ns
@@ -54,7 +56,7 @@ from iskander.gateway.telemetry.status.drift_status import DriftReader
 from iskander.gateway.telemetry.status.events import EventLog
 from iskander.gateway.telemetry.status.history_sampler import HistorySampler
 from iskander.gateway.telemetry.status.reader import StatusReader
-from iskander.gateway.telemetry.status.stats import collect
+from iskander.gateway.telemetry.status.stats_reader import read_stats
 from iskander.gateway.telemetry.tracing.export_process import ExportProcess
 from iskander.gateway.transport.addresses import (
     admin_address,
@@ -380,11 +382,10 @@ class Server:
 
     async def stats(self) -> dict[str, Any]:
         """Return counters of lanes, workers and memory."""
-        return await collect(self._sources) | {
+        return asdict(await read_stats(self._sources)) | {
             "admin_address": self._admin_address,
             "http_address": self._protocol_addresses.get(HTTP, ""),
             "protocol_addresses": self._protocol_addresses,
-            "process": self._member.number,
             "inferential": self._inferential.stats(),
             "access": self._access.stats(),
             "events": self._stream.stats(),
@@ -400,8 +401,7 @@ class Server:
         """Start to collect what the page shows; return its reader."""
         self._events.start()
         self._sampler.start()
-        history, process = self._sampler.history, self._member.number
-        return StatusReader(self._sources, history, self._events, process).read
+        return StatusReader(self._sources, self._sampler.history, self._events).read
 
     def _metric_sources(self) -> MetricSources:
         sources = self._flight.sources
@@ -413,6 +413,7 @@ class Server:
         )
         return MetricSources(
             started_ns=self._started_ns,
+            process=self._member.number,
             models=self._models,
             input_arena=self._input_arena.arena,
             input_backing=self._input_arena.segment.backing,

@@ -180,7 +180,7 @@ def test_step_of_a_load_is_in_stats_and_log_until_its_end(gateway: Gateway) -> N
     assert step in gateway.text()
     address = f"http://{gateway.stats()['admin_address']}/status.json"
     with urllib.request.urlopen(address, timeout=10) as response:
-        assert step in [each["notices"] for each in json.load(response)["workers"]]
+        assert step in [each["load_step"] for each in json.load(response)["workers"]]
     worker.send(Loaded(load.model.key, contract(), ("CPU",), 1, 1.0, rows=INDEPENDENT))
     eventually(lambda: not any(load_steps()), what="its end")
     worker.close()
@@ -247,7 +247,7 @@ def test_response_before_a_disconnect_is_delivered(gateway: Gateway) -> None:
     worker.close()
     call.join()
     assert call.result == [4]
-    assert "retried" not in gateway.wait_idle()["lanes"]["ids/1"]
+    assert not gateway.wait_idle()["lanes"]["ids/1"]["retried"]
 
 
 MALFORMED_WORKER = """

@@ -10,9 +10,9 @@ from iskander.gateway.telemetry.status.document import (
     ModelStatus,
     ProcessStatus,
     Status,
-    WorkerStatus,
 )
 from iskander.gateway.telemetry.status.events import Event
+from iskander.gateway.telemetry.status.stats import WorkerStats
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -56,20 +56,27 @@ def hostile(text: str) -> Status:
         failures={text: 1},
         series=series,  # type: ignore[arg-type]
     )
-    worker = WorkerStatus(
+    worker = WorkerStats(
         index=0,
         group=0,
         pool=text,
-        cpus=text,
+        cpus=(0,),
+        device_error=text,
+        load_step=text,
         state=text,
         incarnation=1,
-        starts=1,
-        ends={text: 1},
+        pid=1,
         batches=0,
         in_flight=0,
+        credits=0,
+        starts=1,
+        failures=0,
+        ends={text: 1},
+        looping=False,
+        output_leased_bytes=0,
+        notices=(text,),
         resident_bytes=0,
-        heartbeat_s=None,
-        notices=text,
+        history=(),
     )
     return status(
         version=text,

@@ -125,7 +125,7 @@ def test_request_that_ended_two_workers_is_poisoned(gateway: Gateway) -> None:
 
     def losses() -> int:
         lane = gateway.stats()["lanes"]["slow/1"]
-        return lane.get("retried", 0) + lane.get("failed.poisoned", 0)
+        return int(lane["retried"] + lane["failed"].get("poisoned", 0))
 
     for count in (1, 2):
         eventually(lambda: is_batch_running(gateway), what="a running batch")
@@ -135,7 +135,7 @@ def test_request_that_ended_two_workers_is_poisoned(gateway: Gateway) -> None:
     scoring.join()
     assert isinstance(scoring.error, PoisonedRequest) and not scoring.error.retryable
     eventually(lambda: score_is_right(gateway), what="a new worker")
-    assert gateway.wait_idle()["lanes"]["slow/1"]["failed.poisoned"] == 1
+    assert gateway.wait_idle()["lanes"]["slow/1"]["failed"] == {"poisoned": 1}
     assert "2 workers died while they ran" in gateway.text()
 
 

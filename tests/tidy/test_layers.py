@@ -195,6 +195,7 @@ PURE = (
     "iskander/foundation/logs/repeats.py",
     "iskander/gateway/telemetry/status/history.py",
     "iskander/gateway/telemetry/status/merge.py",
+    "iskander/gateway/telemetry/status/stats.py",
     "iskander/gateway/telemetry/page/formats.py",
     "iskander/gateway/telemetry/page/plots.py",
     "iskander/gateway/telemetry/page/tables.py",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from iskander.cli import command
+from iskander.cli.command import read_stats
 from iskander.cli.tables import render_table
 from iskander.cli.top.screen import (
     COLUMNS,
@@ -90,9 +91,9 @@ def _interval(text: str) -> float:
 
 
 def _read_interval(client: Client, interval_s: float) -> Snapshot:
-    before = client.stats()
+    before = read_stats(client)
     pause_s(interval_s)
-    return compare(before, client.stats())
+    return compare(before, read_stats(client))
 
 
 def _tables(snapshot: Snapshot) -> list[str]:
@@ -131,7 +132,7 @@ class _Poller:
         before = None
         while not self._is_stopped.is_set():
             try:
-                after = self._client.stats()
+                after = read_stats(self._client)
             except IskanderError as error:
                 self.note = error.message
             else:

@@ -5,16 +5,12 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 
 from iskander.foundation.measurement.histogram import percentiles
+from iskander.gateway.telemetry.status.stats import GpuStats, LaneStats, Stats, WorkerStats
 
 PERCENTS = (50, 95, 99)
-
-Stats = Mapping[str, Any]
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,101 +75,97 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare(before: Stats | None, after: Stats) -> Snapshot:
     """Return the rows of a response; `before` is an earlier one of the same process, if any."""
-    if before is not None and (
-        before["pid"] != after["pid"] or before["uptime_s"] >= after["uptime_s"]
-    ):
+    if before is not None and (before.pid != after.pid or before.uptime_s >= after.uptime_s):
         before = None
-    elapsed_s = None if before is None else after["uptime_s"] - before["uptime_s"]
-    lanes: Stats = {} if before is None else before["lanes"]
-    batches = {} if before is None else {each["index"]: each for each in before["workers"]}
-    gpus = {each["gpu"]: each for each in after.get("gpus", ())}
-    arena = after["input_arena"]
+    elapsed_s = None if before is None else after.uptime_s - before.uptime_s
+    lanes = {} if before is None else before.lanes
+    workers = {} if before is None else {worker.index: worker for worker in before.workers}
+    gpus = {gpu.gpu: gpu for gpu in after.gpus}
     return Snapshot(
-        version=after["version"],
-        process=after["process"],
-        uptime_s=after["uptime_s"],
-        ready=after["ready"],
-        reasons=after["reasons"],
-        streams=after["streams"],
-        calls=after["calls"],
-        input_leased_bytes=arena["leased_bytes"],
-        input_capacity_bytes=arena["capacity_bytes"],
-        resident_bytes=after["resident_bytes"],
+        version=after.version,
+        process=after.process,
+        uptime_s=after.uptime_s,
+        ready=after.ready,
+        reasons=after.reasons,
+        streams=after.streams,
+        calls=after.calls,
+        input_leased_bytes=after.input_arena.leased_bytes,
+        input_capacity_bytes=after.input_arena.capacity_bytes,
+        resident_bytes=after.resident_bytes,
         interval_s=elapsed_s and round(elapsed_s, 3),
         models=[
-            _model(title, lanes.get(title), lane, elapsed_s, after["latency_bounds_ms"])
-            for title, lane in after["lanes"].items()
+            _model(title, lanes.get(title), lane, elapsed_s, after.latency_bounds_ms)
+            for title, lane in after.lanes.items()
         ],
         workers=[
-            _worker(
-                batches.get(worker["index"]), worker, gpus.get(worker.get("gpu"), {}), elapsed_s
-            )
-            for worker in after["workers"]
+            _worker(workers.get(worker.index), worker, gpus.get(worker.gpu or ""), elapsed_s)
+            for worker in after.workers
         ],
     )
 
 
 def _model(
-    title: str, before: Stats | None, after: Stats, elapsed_s: float | None, bounds: list[float]
+    title: str,
+    before: LaneStats | None,
+    after: LaneStats,
+    elapsed_s: float | None,
+    bounds: list[float],
 ) -> ModelRow:
-    counts, earlier = _counts(after), _counts(before or {})
-    rates = {
-        f"{key}_per_s": _rate(counts[key] - earlier[key], None if before is None else elapsed_s)
-        for key in counts
-    }
+    counts, earlier = _counts(after), _counts(before) if before is not None else {}
     times: list[float] | list[None] = [None] * len(PERCENTS)
     if before is not None:
-        pairs = zip(
-            after["latency_counts"]["total"], before["latency_counts"]["total"], strict=True
-        )
+        pairs = zip(after.latency_counts["total"], before.latency_counts["total"], strict=True)
         changes = [max(new - old, 0) for new, old in pairs]
         if any(changes):
             times = percentiles(bounds, changes, PERCENTS)
     return ModelRow(
         name=title,
         state=_state(after),
-        workers=after["workers"],
-        queued=after["queue"]["requests"],
-        **rates,
+        workers=after.workers,
+        queued=after.queue.requests,
+        **{f"{key}_per_s": _rate(earlier.get(key), counts[key], elapsed_s) for key in counts},
         **{f"p{n}_ms": time and round(time, 3) for n, time in zip(PERCENTS, times, strict=True)},
     )
 
 
-def _counts(lane: Stats) -> dict[str, int]:
+def _counts(lane: LaneStats) -> dict[str, int]:
     return {
-        "requests": lane.get("requests", 0),
-        "rows": lane.get("rows", 0),
-        "rejected": sum(lane.get("refused", {}).values()),
-        "failed": sum(lane.get("failed", {}).values()),
+        "requests": lane.requests,
+        "rows": lane.rows,
+        "rejected": sum(lane.refused.values()),
+        "failed": sum(lane.failed.values()),
     }
 
 
-def _state(lane: Stats) -> str:
-    if lane["quarantine"]:
+def _state(lane: LaneStats) -> str:
+    if lane.quarantine:
         return "quarantined"
-    state = "ready" if lane["ready"] else "not ready"
-    return f"{state}, isolated" if lane["isolated"] else state
+    state = "ready" if lane.ready else "not ready"
+    return f"{state}, isolated" if lane.isolated else state
 
 
-def _worker(before: Stats | None, after: Stats, gpu: Stats, elapsed_s: float | None) -> WorkerRow:
-    load = gpu.get("utilization")
-    change = after["batches"] - before["batches"] if before is not None else 0
+def _worker(
+    before: WorkerStats | None, after: WorkerStats, gpu: GpuStats | None, elapsed_s: float | None
+) -> WorkerRow:
+    load = gpu.utilization if gpu is not None else None
     return WorkerRow(
-        name=str(after["index"]),
-        state="crash loop" if after["looping"] else after["state"],
-        group=after["group"],
-        cpus=tuple(after["cpus"]),
-        batches_per_s=_rate(change, None if before is None else elapsed_s),
-        in_flight=after["in_flight"],
-        resident_bytes=after["resident_bytes"],
-        starts=after["starts"],
-        gpu=after.get("gpu"),
+        name=str(after.index),
+        state=after.shown_state,
+        group=after.group,
+        cpus=after.cpus,
+        batches_per_s=_rate(before.batches if before else None, after.batches, elapsed_s),
+        in_flight=after.in_flight,
+        resident_bytes=after.resident_bytes,
+        starts=after.starts,
+        gpu=after.gpu,
         gpu_percent=None if load is None else round(100 * load, 1),
-        gpu_bytes=gpu.get("memory_used_bytes"),
-        last=after["history"][-1].partition(": ")[2] if after["history"] else "",
+        gpu_bytes=gpu.memory_used_bytes if gpu is not None else None,
+        last=after.history[-1].partition(": ")[2] if after.history else "",
     )
 
 
-def _rate(change: int, elapsed_s: float | None) -> float | None:
+def _rate(before: int | None, after: int, elapsed_s: float | None) -> float | None:
     """Rate of a counter; a counter of a reloaded model starts at 0 again."""
-    return None if elapsed_s is None else round(max(change, 0) / elapsed_s, 3)
+    if before is None or elapsed_s is None:
+        return None
+    return round(max(after - before, 0) / elapsed_s, 3)

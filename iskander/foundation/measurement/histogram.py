@@ -12,8 +12,9 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Final
 
 _STEPS_US: Final = (100, 150, 200, 300, 500, 750)
@@ -91,7 +92,7 @@ class Histogram:
         return self.percentiles((percent,))[0]
 
     def percentiles(self, percents: Sequence[float]) -> list[float]:
-        """Interpolate ascending percentiles, as `percentile` does."""
+        """Interpolate percentiles, as `percentile` does."""
         found = percentiles(self.bounds, self._counts, percents, self.max)
         return [float(min(max(value, self._min), self.max)) for value in found]
 
@@ -104,22 +105,19 @@ def percentiles(
 ) -> list[float]:
     """Interpolate percentiles in their buckets; all are 0 for no values.
 
-    Args:
-        bounds: Upper bounds of the buckets.
-        counts: Count of each bucket, and of the values above all bounds.
-        percents: In ascending order.
-        highest: Highest value; without it, values above all bounds count as the last bound.
+    `counts` has the count of each bucket, and of the values above all bounds. Without `highest`,
+    those values count as the last bound.
     """
-    total = sum(counts)
+    cumulative = list(accumulate(counts))
+    total = cumulative[-1]
+    if not total:
+        return [0.0] * len(percents)
+    uppers = (*bounds, bounds[-1] if highest is None else highest)
     found: list[float] = []
-    below, low = 0, 0.0
-    last = bounds[-1] if highest is None else highest
-    for high, count in zip((*bounds, last), counts, strict=True):
-        while count and len(found) < len(percents):
-            rank = total * percents[len(found)] / 100
-            if rank > below + count:
-                break
-            found.append(low + (high - low) * (rank - below) / count)
-        below += count
-        low = high
-    return found if total else [0.0] * len(percents)
+    for percent in percents:
+        rank = total * percent / 100
+        index = bisect_left(cumulative, max(rank, 1))
+        low = bounds[index - 1] if index else 0
+        below = cumulative[index] - counts[index]
+        found.append(low + (uppers[index] - low) * (rank - below) / counts[index])
+    return found

@@ -47,19 +47,19 @@ from iskander.errors import (
     Unauthenticated,
 )
 from iskander.foundation.build_info import BUILD
-from iskander.foundation.clock import NS_PER_S, now_ns
+from iskander.foundation.clock import NS_PER_S
 from iskander.foundation.machine_memory import memory_bytes
 from iskander.foundation.measurement.histogram import Histogram
 from iskander.foundation.measurement.process_usage import cpu_s, resident_bytes
 from iskander.gateway.scheduling.lanes.batcher import Reason
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.supervision.gpus.health import STATES as GPU_STATES
-from iskander.gateway.supervision.gpus.health import GpuState
 from iskander.gateway.supervision.gpus.readings import THROTTLES, XIDS
 from iskander.gateway.supervision.lifecycle import State
-from iskander.gateway.supervision.worker import Worker
 from iskander.gateway.telemetry.metrics.aggregate import RELOAD_VALID, RELOAD_VALID_AT
 from iskander.gateway.telemetry.metrics.sources import MetricSources
+from iskander.gateway.telemetry.status.stats import GpuStats, WorkerStats
+from iskander.gateway.telemetry.status.stats_reader import oldest_s, read_gpus, read_workers
 from iskander.gateway.transport.limits.descriptors import descriptor_limit, open_descriptors
 
 SOURCES_PER_STEP = {"counter": 16, "gauge": 16, "unknown": 16, "histogram": 2}
@@ -159,11 +159,6 @@ def _counts(prefix: str, known: Iterable[str] = ()) -> Callable[[Lane], Readings
     return read
 
 
-def _oldest_s(lane: Lane) -> float:
-    oldest = next(lane.queue.oldest_first(0), None)
-    return 0.0 if oldest is None else (now_ns() - oldest.queued_ns) / NS_PER_S
-
-
 def _read_results(counts: Mapping[str, int]) -> Readings:
     """Read the ended reads by their result; the usual results start at 0."""
     prefix = "ended."
@@ -176,7 +171,7 @@ LANE_METRICS: tuple[Metric[Lane], ...] = (
     _gauge("iskander_model_workers", "workers", "Workers that accept its batches now.",
            lambda lane: len(lane.ready)),
     _gauge("iskander_queue_oldest_seconds", "seconds", "Age of the request that has been queued "
-           "for the longest time; 0 for an empty queue.", _oldest_s),
+           "for the longest time; 0 for an empty queue.", oldest_s),
     _gauge("iskander_queue_requests", "requests", "Queued requests.",
            lambda lane: lane.queue.requests),
     _gauge("iskander_queue_rows", "rows", "Queued rows.", lambda lane: lane.queue.rows),
@@ -230,98 +225,88 @@ LANE_METRICS: tuple[Metric[Lane], ...] = (
 )  # fmt: skip
 
 
-def _heartbeat_age(worker: Worker) -> Readings:
-    beat_ns = worker.last_beat().at_ns
-    return [((), (now_ns() - beat_ns) / NS_PER_S)] if beat_ns else []
+def _known(field: str) -> Callable[[Any], Readings]:
+    """Read a field; none if it is unknown."""
+
+    def read(source: Any) -> Readings:  # noqa: ANN401
+        value = getattr(source, field)
+        return [] if value is None else [((), value)]
+
+    return read
 
 
 WORKER_LABELS = ("worker",)
-WORKER_METRICS: tuple[Metric[Worker], ...] = (
+WORKER_METRICS: tuple[Metric[WorkerStats], ...] = (
     Metric("iskander_worker_state", "gauge", "", ("state",), "1 for the state of the worker slot, "
            "0 for the others.",
-           lambda worker: [((state.value,), worker.state is state) for state in State]),
+           lambda worker: [((state.value,), worker.state == state) for state in State]),
     _gauge("iskander_worker_incarnation", "", "Incarnation of the process in the slot; 0 for none.",
            lambda worker: worker.incarnation),
     _counter("iskander_worker_starts_total", "starts", "Processes that this gateway started for "
              "the slot.", lambda worker: worker.starts),
     Metric("iskander_worker_ends_total", "counter", "ends", ("how",), "Exits of its processes: "
            "crash, hang, boot_failure (before its models were loaded) or replaced (recycled).",
-           lambda worker: [((how,), worker.exit_counts[how])
-                           for how in sorted(ENDS.union(worker.exit_counts))]),
+           lambda worker: [((how,), worker.ends.get(how, 0))
+                           for how in sorted(ENDS.union(worker.ends))]),
     Metric("iskander_worker_heartbeat_age_seconds", "gauge", "seconds", (), "Time since the "
            "last heartbeat of the process; none without a process. It writes one every 0.1 s, but "
-           "none during a batch.", _heartbeat_age),
+           "none during a batch.", _known("heartbeat_s")),
     _gauge("iskander_worker_failures", "ends", "Consecutive unexpected exits without steady "
            "service between them.", lambda worker: worker.failures),
     _gauge("iskander_worker_looping", "", "Whether it is in a crash loop; it then does not count "
-           "for readiness.", lambda worker: worker.is_looping),
+           "for readiness.", lambda worker: worker.looping),
     _counter("iskander_worker_batches_total", "batches", "Batches that it completed.",
              lambda worker: worker.batches),
     Metric("iskander_worker_copied_bytes_total", "counter", "bytes", ("direction",), "Bytes that "
            "it copied between the arenas and its GPU: in or out; none without a GPU.",
            lambda worker: [((way,), count) for way, count in sorted(worker.copied_bytes.items())]),
     _gauge("iskander_worker_batches_in_flight", "batches", "Batches in flight.",
-           lambda worker: len(worker.in_flight)),
+           lambda worker: worker.in_flight),
     _gauge("iskander_worker_credits", "batches", "Batches that it accepts beside those in flight.",
            lambda worker: worker.credits),
     _gauge("iskander_worker_output_capacity_bytes", "bytes", "Size of its output arena.",
-           lambda worker: worker.output_arena.capacity_bytes),
+           lambda worker: worker.output_capacity_bytes),
     _gauge("iskander_worker_output_leased_bytes", "bytes", "Leased bytes of its output arena.",
-           lambda worker: worker.output_arena.leased_bytes),
+           lambda worker: worker.output_leased_bytes),
     _gauge("iskander_worker_output_huge_bytes", "bytes", "Bytes of its output arena in huge pages.",
-           lambda worker: worker.backing.huge_bytes),
+           lambda worker: worker.output_huge_bytes),
     _gauge("iskander_worker_output_locked_bytes", "bytes", "Locked bytes of its output arena.",
-           lambda worker: worker.backing.locked_bytes),
+           lambda worker: worker.output_locked_bytes),
     _gauge("iskander_worker_notices", "", "Resources that the system refused: planned cores, "
            "memory of its node, huge pages, a lock.", lambda worker: len(worker.notices)),
     _counter("iskander_worker_cpu_seconds_total", "seconds", "CPU time of the process in the slot; "
-             "restarts at 0 with the next.", lambda worker: cpu_s(worker.pid) if worker.pid else 0),
+             "restarts at 0 with the next.", lambda worker: worker.cpu_s),
     _gauge("iskander_worker_resident_bytes", "bytes", "Resident memory of the process, with the "
-           "arena pages that it has touched.",
-           lambda worker: resident_bytes(worker.pid) if worker.pid else 0),
+           "arena pages that it has touched.", lambda worker: worker.resident_bytes),
 )  # fmt: skip
 
 
-def _of_reading(name: str) -> Callable[[GpuState], Readings]:
-    """Read a field of the last reading; none without one, or if the device does not support it."""
-
-    def read(gpu: GpuState) -> Readings:
-        value = getattr(gpu.reading, name, None)
-        return [] if value is None else [((), value)]
-
-    return read
+def _gpu_gauge(name: str, unit: str, text: str, field: str) -> Metric[GpuStats]:
+    return Metric(name, "gauge", unit, (), text, _known(field))
 
 
-def _gpu_gauge(name: str, unit: str, text: str, field: str) -> Metric[GpuState]:
-    return Metric(name, "gauge", unit, (), text, _of_reading(field))
+def _throttled(gpu: GpuStats) -> Readings:
+    is_read = gpu.age_s is not None
+    return [((reason,), reason in gpu.throttles) for reason in THROTTLES.values() if is_read]
 
 
-def _throttled(gpu: GpuState) -> Readings:
-    reading = gpu.reading
-    if reading is None:
-        return []
-    return [((reason,), reason in reading.throttles) for reason in THROTTLES.values()]
+def _ecc_errors(gpu: GpuStats) -> Readings:
+    found = {"corrected": gpu.ecc_corrected, "uncorrected": gpu.ecc_uncorrected}
+    return [((kind,), value) for kind, value in found.items() if value is not None]
 
 
-def _ecc_errors(gpu: GpuState) -> Readings:
-    for kind in ("corrected", "uncorrected"):
-        for _, value in _of_reading(f"ecc_{kind}")(gpu):
-            yield (kind,), value
-
-
-def _xid_errors(gpu: GpuState) -> Readings:
-    known = {str(code): gpu.xids[str(code)] for code in XIDS}
-    yield from (((code,), count) for code, count in known.items())
-    yield ("other",), gpu.xids.total() - sum(known.values())
+def _xid_errors(gpu: GpuStats) -> Readings:
+    known = {str(code): gpu.xids.get(str(code), 0) for code in XIDS}
+    known["other"] = sum(gpu.xids.values()) - sum(known.values())
+    return [((code,), count) for code, count in known.items()]
 
 
 GPU_LABELS = ("gpu", "uuid")
-GPU_METRICS: tuple[Metric[GpuState], ...] = (
+GPU_METRICS: tuple[Metric[GpuStats], ...] = (
     Metric("iskander_gpu_state", "gauge", "", ("state",), "1 for the state of the GPU, 0 for the "
            "others.", lambda gpu: [((state,), gpu.state == state) for state in GPU_STATES]),
     Metric("iskander_gpu_reading_age_seconds", "gauge", "seconds", (), "Time since NVML answered "
-           "for the GPU; none before the first answer.",
-           lambda gpu: [] if gpu.age_s is None else [((), gpu.age_s)]),
+           "for the GPU; none before the first answer.", _known("age_s")),
     _gpu_gauge("iskander_gpu_utilization_ratio", "", "Share of the last sample period in which a "
                "kernel ran on the GPU; none for MIG slices.", "utilization"),
     _gpu_gauge("iskander_gpu_memory_used_bytes", "bytes", "Used memory of the GPU, of all "
@@ -341,7 +326,7 @@ GPU_METRICS: tuple[Metric[GpuState], ...] = (
                "card lowers it.", "pcie_generation"),
     _gpu_gauge("iskander_gpu_pcie_lanes", "", "Current width of the PCIe link.", "pcie_width"),
     Metric("iskander_gpu_pcie_replays_total", "counter", "errors", (), "Repeated transfers on the "
-           "PCIe link.", _of_reading("pcie_replays")),
+           "PCIe link.", _known("pcie_replays")),
 )  # fmt: skip
 
 
@@ -515,7 +500,8 @@ class Collector:
     async def render(self, is_openmetrics: bool) -> bytes:
         """Render the page for Prometheus in small steps."""
         pages = []
-        for metric, labels, sources in self._metrics():
+        workers = await read_workers(self._sources)
+        for metric, labels, sources in self._metrics(workers):
             step = SOURCES_PER_STEP[metric.kind]
             for start in range(0, max(len(sources), 1), step):
                 family = _family(metric, labels, sources[start : start + step])
@@ -525,7 +511,9 @@ class Collector:
             pages.append(_EOF)
         return b"".join(pages)
 
-    def _metrics(self) -> Iterator[tuple[Metric[Any], tuple[str, ...], Sources]]:
+    def _metrics(
+        self, workers: Sequence[WorkerStats]
+    ) -> Iterator[tuple[Metric[Any], tuple[str, ...], Sources]]:
         """Return each metric with the labels and the objects of its scope."""
         gateway = self._sources
         sources: dict[str, Sources] = {
@@ -533,10 +521,10 @@ class Collector:
             "model version": [
                 ((lane.model.name, lane.model.version), lane) for lane in gateway.models
             ],
-            "worker": [((str(worker.index),), worker) for worker in gateway.models.workers],
+            "worker": [((str(worker.index),), worker) for worker in workers],
             "shadow version": [(pair.key, pair) for pair in gateway.shadows()],
             "drift": [((model.model, model.version), model) for model in gateway.drift().models],
-            "GPU": [((state.gpu.number, state.gpu.uuid), state) for state in gateway.gpus],
+            "GPU": [((gpu.gpu, gpu.uuid), gpu) for gpu in read_gpus(gateway)],
         }
         for scope, labels, metrics in self._scopes:
             for metric in metrics:

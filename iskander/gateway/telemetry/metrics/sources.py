@@ -25,16 +25,17 @@ from iskander.interprocess.memory.backing import NO_MEMORY, Backing
 class MetricSources:
     """Metric sources of one gateway; the help texts in `metrics` describe the values.
 
-    `counts` are those of the dispatcher, `regions` the bytes of each shared-memory region,
-    `reloads` the reads of each file. `grants` returns name, outstanding rows and counts of each
-    grant with limits. `connections` and `connections_max` return the open
-    connections and their limit by file descriptors, `samples_held` the number and bytes of held
-    samples, `log_counts` the counts of the prediction log, `expiry_s` the expiry of the certificate
-    or 0.
+    `process` is the number of the process, `counts` are those of the dispatcher, `regions` the
+    bytes of each shared-memory region, `reloads` the reads of each file. `grants` returns name,
+    outstanding rows and counts of each grant with limits. `connections` and `connections_max`
+    return the open connections and their limit by file descriptors, `samples_held` the number and
+    bytes of held samples, `log_counts` the counts of the prediction log, `expiry_s` the expiry of
+    the certificate or 0.
     `gpus` are those of the plan; the first of several processes has their readings.
     """
 
     started_ns: int
+    process: int = 0
     started_wall_ns: int = field(default_factory=wall_ns)
     models: Models
     input_arena: Arena

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from iskander.gateway.supervision.placement.topology import render_cpu_list
 from iskander.gateway.telemetry.page.tables import Kind
 
 UNKNOWN = "-"
@@ -56,6 +57,9 @@ def _format_time(value: float) -> str:
 
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "number": format_number,
+    "percent": lambda value: format_number(round(100 * value, 1)),
+    "ranges": render_cpu_list,
+    "texts": "; ".join,
     "bytes": _format_bytes,
     "seconds": _format_seconds,
     "flag": lambda value: "yes" if value else "no",

@@ -22,8 +22,18 @@
     if (minutes < 60) return `${minutes} min ${Math.floor(value) % 60} s`;
     return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
   };
+  const ranges = (values) => {
+    const runs = [];
+    for (const value of [...values].sort((a, b) => a - b)) {
+      if (runs.length && runs.at(-1).at(-1) === value - 1) runs.at(-1)[1] = value;
+      else runs.push([value]);
+    }
+    return runs.map((run) => run.join("-")).join(",");
+  };
   const FORMATS = {
-    number, bytes, seconds,
+    number, bytes, seconds, ranges,
+    percent: (value) => number(Math.round(1000 * value) / 10),
+    texts: (value) => value.join("; "),
     flag: (value) => (value ? "yes" : "no"),
     codes: (value) => Object.entries(value).map(([code, count]) => `${code} ${number(count)}`).join(", "),
     time: (value) => new Date(Math.floor(value) * 1000).toISOString().slice(0, 19).replace("T", " "),

@@ -11,21 +11,21 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from iskander.gateway.telemetry.status.document import (
-    GpuStatus,
-    MemoryStatus,
-    ModelStatus,
-    ProcessStatus,
-    WorkerStatus,
-)
+from iskander.gateway.telemetry.status.document import MemoryStatus, ModelStatus, ProcessStatus
 from iskander.gateway.telemetry.status.drift_status import DriftStatus
 from iskander.gateway.telemetry.status.events import Event
 from iskander.gateway.telemetry.status.shadow_status import OutputStatus, ShadowStatus
+from iskander.gateway.telemetry.status.stats import GpuStats, WorkerStats
 
-Kind = Literal["text", "state", "number", "bytes", "seconds", "flag", "codes", "time"]
+Kind = Literal[
+    "text", "texts", "state", "number", "percent", "ranges", "bytes", "seconds", "flag", "codes",
+    "time",
+]  # fmt: skip
 
-_BY_FIELD: dict[str, Kind] = {"state": "state", "level": "state", "at_s": "time"}
-_BY_TYPE: dict[type, Kind] = {str: "text", bool: "flag", dict: "codes"}
+_BY_FIELD: dict[str, Kind] = {
+    "state": "state", "level": "state", "at_s": "time", "cpus": "ranges", "utilization": "percent",
+}  # fmt: skip
+_BY_TYPE: dict[type, Kind] = {str: "text", bool: "flag", dict: "codes", tuple: "texts"}
 
 
 @dataclass(frozen=True)
@@ -105,17 +105,19 @@ TABLES = (
         "reference": "Reference", "recent_rows": "Recent rows", "reference_rows": "Reference rows",
         "origin": "Source",
     }), "No column is compared with a reference."),
-    Table("workers", "workers", "Workers", _columns(WorkerStatus, {
+    Table("workers", "workers", "Workers", _columns(WorkerStats, {
         "index": "Worker", "state": "State", "group": "Core group", "cpus": "Cpus", "pool": "Pool",
         "gpu": "GPU", "incarnation": "Incarnation", "starts": "Starts", "ends": "Ends",
         "batches": "Batches", "in_flight": "Running", "resident_bytes": "Memory",
-        "heartbeat_s": "Heartbeat age", "notices": "Notices",
+        "heartbeat_s": "Heartbeat age", "device_error": "GPU error", "load_step": "Loading",
+        "notices": "Notices",
     })),
-    Table("gpus", "gpus", "GPUs", _columns(GpuStatus, {
-        "gpu": "GPU", "name": "Name", "state": "State", "utilization_percent": "Busy %",
-        "memory_used_bytes": "Used", "memory_total_bytes": "Memory", "temperature_c": "Celsius",
-        "power_w": "Watts", "ecc_corrected": "ECC corrected", "ecc_uncorrected": "Uncorrected",
-        "xids": "Xid", "pcie_replays": "PCIe replays", "age_s": "Reading age", "reason": "Reason",
+    Table("gpus", "gpus", "GPUs", _columns(GpuStats, {
+        "gpu": "GPU", "name": "Name", "profile": "Profile", "state": "State",
+        "utilization": "Busy %", "memory_used_bytes": "Used", "memory_total_bytes": "Memory",
+        "temperature_c": "Celsius", "power_w": "Watts", "ecc_corrected": "ECC corrected",
+        "ecc_uncorrected": "Uncorrected", "xids": "Xid", "pcie_replays": "PCIe replays",
+        "age_s": "Reading age", "reason": "Reason",
     }), "No worker has a GPU."),
     Table("processes", "processes", "Gateway processes", _columns(ProcessStatus, {
         "process": "Process", "state": "State", "starts": "Starts", "uptime_s": "Uptime",

@@ -1,7 +1,8 @@
 """Status document: the content of the page at `admin.address`, and of `/status.json`.
 
-Units are last in the names; a value that is unknown or without a request is null. Counts are since
-the start of the gateway. All lists are bounded; `left_out` counts what is not listed.
+It is derived from the `Stats` of each process. Units are last in the names; a value that is unknown
+or without a request is null. Counts are since the start of the gateway. All lists are bounded;
+`left_out` counts what is not listed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from iskander.foundation.decoders import thread_safe
 from iskander.gateway.telemetry.status.drift_status import DriftStatus
 from iskander.gateway.telemetry.status.events import Event
 from iskander.gateway.telemetry.status.shadow_status import OutputStatus, ShadowStatus
+from iskander.gateway.telemetry.status.stats import GpuStats, WorkerStats
 
 MODELS_MAX = 100
 WORKERS_MAX = 64
@@ -86,64 +88,6 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     series: dict[str, list[float | None]] = {}
 
 
-class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker slot.
-
-    Attributes:
-        pool: The only model of the worker; empty for the shared pool.
-        cpus: As a cpu list, such as `0-3`.
-        starts: Processes that this gateway started for the slot.
-        ends: Exits of its processes by kind.
-        heartbeat_s: Age of the last heartbeat; null without a process.
-        gpu: Number of its GPU; empty without one.
-        notices: Requests that the system denied, such as memory locks, the loss of its GPU, and a
-            long step of a load.
-    """
-
-    index: int
-    group: int
-    pool: str
-    gpu: str = ""
-    cpus: str
-    state: str
-    incarnation: int
-    starts: int
-    ends: dict[str, int]
-    batches: int
-    in_flight: int
-    resident_bytes: int
-    heartbeat_s: float | None
-    notices: str
-
-
-class GpuStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU; a value that it does not report is null.
-
-    Attributes:
-        gpu: Number, as in `workers.groups`.
-        state: `ok`, `throttled`, `error`, `no answer`, `lost` or `unknown`.
-        utilization_percent: Share of time in which a kernel ran.
-        ecc_uncorrected: Memory errors since the driver was loaded.
-        xids: Xid errors by number.
-        age_s: Time since NVML answered.
-    """
-
-    gpu: str
-    name: str
-    state: str
-    reason: str = ""
-    utilization_percent: float | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    temperature_c: int | None = None
-    power_w: float | None = None
-    ecc_corrected: int | None = None
-    ecc_uncorrected: int | None = None
-    xids: dict[str, int] = {}
-    pcie_replays: int | None = None
-    age_s: float | None = None
-
-
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Memory with a limit: an arena, the shared-memory regions, or the received messages.
 
@@ -178,8 +122,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     interval_s: int
     processes: list[ProcessStatus]
     models: list[ModelStatus]
-    workers: list[WorkerStatus]
-    gpus: list[GpuStatus] = []
+    workers: list[WorkerStats]
+    gpus: list[GpuStats] = []
     memory: list[MemoryStatus]
     events: list[Event]
     left_out: dict[str, int]

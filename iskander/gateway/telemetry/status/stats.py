@@ -1,210 +1,285 @@
-"""Response of the action `stats`: one JSON object of plain numbers, for people and tests.
+"""State of a gateway process: the response of the action `stats`.
 
-Percentiles and counts are since the start; the action `metrics` covers recent values.
-
-Runs on: gateway loop.
+The page, `iskander top`, `iskander stats` and the metrics of workers and GPUs read it. Counts and
+percentiles are since the start; the action `metrics` covers recent values. An unknown value is
+null. Fields with defaults may be missing in the response of a server of another version. Pure.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import Mapping
-from heapq import nlargest
-from typing import Any
-
 import msgspec
 
-from iskander import __version__
-from iskander.foundation.build_info import BUILD
-from iskander.foundation.clock import NS_PER_MS, NS_PER_US, now_ns
-from iskander.foundation.measurement.histogram import LATENCY_BOUNDS_NS, Histogram
-from iskander.foundation.measurement.process_usage import resident_bytes
-from iskander.gateway.scheduling.lanes.lane import Lane
-from iskander.gateway.supervision.gpus.health import GpuState
-from iskander.gateway.supervision.gpus.readings import GpuReading
-from iskander.gateway.supervision.worker import Worker
-from iskander.gateway.telemetry.metrics.sources import MetricSources
-
-CADENCES_MAX = 20
-"""Limit of listed clients of a lane; the clients with the most samples."""
+from iskander.foundation.decoders import thread_safe
 
 
-async def collect(sources: MetricSources) -> dict[str, Any]:
-    """Return counters of lanes, workers and memory; each lane and worker is a step."""
-    models = sources.models
-    lanes: dict[str, msgspec.Raw] = {}
-    for lane in list(models):
-        counts = _lane(lane, models.is_lane_ready(lane))
-        lanes[lane.title] = msgspec.Raw(msgspec.json.encode(counts))
-        await asyncio.sleep(0)
-    workers = []
-    for worker in list(models.workers):
-        workers.append(msgspec.Raw(msgspec.json.encode(_worker(worker, now_ns()))))
-        await asyncio.sleep(0)
-    reasons = models.reasons()
-    arena, backing = sources.input_arena, sources.input_backing
-    return {
-        "version": __version__,
-        "build": BUILD,
-        "pid": os.getpid(),
-        "uptime_s": round(sources.uptime_s, 3),
-        "ready": not reasons,
-        "reasons": reasons,
-        "streams": len(sources.streams),
-        "calls": len(sources.calls),
-        "late_messages": sources.counts["late_messages"],
-        "resident_bytes": resident_bytes(os.getpid()),
-        "loop_lag_ms": _latency(sources.loop_lag_ns),
-        "latency_bounds_ms": [bound_ns / NS_PER_MS for bound_ns in LATENCY_BOUNDS_NS],
-        "input_arena": {
-            "capacity_bytes": arena.capacity_bytes,
-            "leased_bytes": arena.leased_bytes,
-            "leases": len(arena),
-            "huge_bytes": backing.huge_bytes,
-            "locked": backing.is_locked,
-            "notices": backing.notices,
-        },
-        "shared_memory": {
-            "regions": len(sources.regions),
-            "lent_bytes": sum(sources.regions.values()),
-        },
-        "lanes": lanes,
-        "workers": workers,
-        "gpus": [_gpu(state) for state in sources.gpus],
-    }
+class LatencyStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Summary of times in milliseconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+    max: float
 
 
-def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
-    counts, queue, rows = lane.counts, lane.queue, lane.metrics.batch_rows
-    return {
-        "ready": is_ready,
-        "workers": len(lane.ready),
-        "isolated": lane.is_isolated,
-        "row_relation": lane.relation.to_wire() if lane.contract is not None else None,
-        "quarantine": lane.quarantine.reason if lane.quarantine is not None else "",
-        "outage": lane.outage,
-        "queued": queue.requests,
-        "queue": {"requests": queue.requests, "rows": queue.rows, "bytes": queue.bytes},
-        "run_ms": round(lane.metrics.run_ns.sum / NS_PER_MS, 3),
-        "latency_ms": {
-            "wait": _latency(lane.metrics.wait_ns),
-            "run": _latency(lane.metrics.run_ns),
-            "total": _latency(lane.metrics.total_ns),
-        },
-        "latency_counts": {
-            "wait": lane.metrics.wait_ns.counts,
-            "run": lane.metrics.run_ns.counts,
-            "total": lane.metrics.total_ns.counts,
-        },
-        "steps_ms": {name: _latency(ns) for name, ns in lane.metrics.steps_ns.items()},
-        "batch_rows": {
-            "count": len(rows),
-            "mean": round(rows.mean, 1),
-            "min": rows.min,
-            "max": rows.max,
-            "up_to": _ranges(rows),
-        },
-        "closed": _counts(counts, "closed."),
-        "refused": _counts(counts, "refused."),
-        "failed": _counts(counts, "failed."),
-        "deadlines": {"hit": counts["deadline.hit"], "missed": counts["deadline.missed"]},
-        "cost": {
-            str(index): {
-                "row_us": round(cost.row_ns / NS_PER_US, 4),
-                "base_us": round(cost.base_ns / NS_PER_US, 1),
-                "samples": cost.samples,
-            }
-            for index, cost in lane.costs.items()
-        },
-        "cadence_clients": len(lane.arrivals),
-        "cadence": [
-            {"client": client, "period_ms": round(period_ns / NS_PER_MS, 3), "samples": samples}
-            for client, period_ns, samples in nlargest(
-                CADENCES_MAX, lane.arrivals.clients(), key=lambda client: client[2]
-            )
-        ],
-        **counts,
-    }
+class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Queued requests of a model version; `oldest_s` is the time that the oldest has waited."""
+
+    requests: int
+    rows: int
+    bytes: int
+    oldest_s: float = 0.0
 
 
-def _worker(worker: Worker, now: int) -> dict[str, Any]:
-    return {
-        "index": worker.index,
-        "group": worker.plan.group,
-        "pool": worker.plan.pool,
-        "cpus": worker.plan.cpus,
-        "cores": worker.plan.cores,
-        "domains": worker.plan.domains,
-        "node": worker.plan.node,
-        "gpu": None if worker.plan.gpu is None else worker.plan.gpu.number,
-        "device_error": worker.device_error,
-        "load_step": worker.load_step,
-        "state": worker.state.value,
-        "incarnation": worker.incarnation,
-        "pid": worker.pid,
-        "batches": worker.batches,
-        "in_flight": len(worker.in_flight),
-        "credits": worker.credits,
-        "starts": worker.starts,
-        "failures": worker.failures,
-        "ends": dict(worker.exit_counts),
-        "copied_bytes": dict(worker.copied_bytes),
-        "looping": worker.is_looping,
-        "output_leased_bytes": worker.output_arena.leased_bytes,
-        "output_huge_bytes": worker.backing.huge_bytes,
-        "output_locked": worker.backing.is_locked,
-        "output_node": worker.backing.node,
-        "notices": tuple(worker.notices),
-        "resident_bytes": resident_bytes(worker.pid) if worker.pid else 0,
-        "history": [
-            f"{(now - at_ns) // NS_PER_MS} ms ago: {event}, {state}"
-            for at_ns, event, state in worker.history
-        ],
-    }
+class BatchRowsStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of the batches sent to workers; `up_to` has the nonzero counts by upper bound."""
+
+    count: int
+    mean: float
+    min: int
+    max: int
+    up_to: dict[str, int]
 
 
-def _gpu(state: GpuState) -> dict[str, Any]:
-    gpu, reading, age_s = state.gpu, state.reading or GpuReading(state.gpu.uuid), state.age_s
-    return {
-        "gpu": gpu.number,
-        "uuid": gpu.uuid,
-        "pci": gpu.pci,
-        "name": gpu.name,
-        "profile": gpu.profile,
-        "state": state.state,
-        "reason": state.reason,
-        "age_s": None if age_s is None else round(age_s, 1),
-        "utilization": reading.utilization,
-        "memory_used_bytes": reading.memory_used_bytes,
-        "memory_total_bytes": reading.memory_total_bytes,
-        "temperature_c": reading.temperature_c,
-        "power_w": reading.power_w,
-        "throttles": reading.throttles,
-        "ecc_corrected": reading.ecc_corrected,
-        "ecc_uncorrected": reading.ecc_uncorrected,
-        "xids": dict(state.xids),
-        "pcie_generation": reading.pcie_generation,
-        "pcie_width": reading.pcie_width,
-        "pcie_replays": reading.pcie_replays,
-    }
+class CostStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Learned cost of a batch on a worker: a fixed part, and one for each row."""
+
+    row_us: float
+    base_us: float
+    samples: int
 
 
-def _latency(histogram: Histogram) -> dict[str, float]:
-    """Summarize a histogram in milliseconds."""
-    percentiles = {f"p{percent}": histogram.percentile(percent) for percent in (50, 95, 99)}
-    values_ns = {"mean": histogram.mean, **percentiles, "max": histogram.max}
-    values_ms = {name: round(value_ns / NS_PER_MS, 3) for name, value_ns in values_ns.items()}
-    return {"count": len(histogram), **values_ms}
+class CadenceStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Request period of a client."""
+
+    client: str
+    period_ms: float
+    samples: int
 
 
-def _ranges(histogram: Histogram) -> dict[str, int]:
-    """Return the nonzero counts by upper bound."""
-    counts = zip((*map(str, histogram.bounds), "more"), histogram.counts, strict=True)
-    return {bound: count for bound, count in counts if count}
+class RowRelationStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the rows of a model affect each other's results; `summary` has the effect."""
+
+    verdict: str
+    evidence: str
+    combine: bool | None
+    is_combinable: bool
+    is_whole: bool
+    reason: str
+    summary: str = ""
 
 
-def _counts(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
-    return {
-        key.removeprefix(prefix): count for key, count in counts.items() if key.startswith(prefix)
-    }
+class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A served model version.
+
+    Attributes:
+        workers: Workers that accept its batches.
+        row_relation: Null until a worker has loaded it.
+        quarantine: Why its requests are rejected; empty if they are not.
+        latency_ms: By `wait` (from the arrival of a request to its worker), `run` (of a batch) and
+            `total` (from the arrival to the results).
+        latency_counts: Counts of the same times, by `Stats.latency_bounds_ms`.
+        steps_ms: By pipeline step of a batch.
+        closed: Batches by the reason for closing.
+        refused: Requests rejected before they ran, by error code.
+        failed: Requests that failed in a worker, by error code.
+        cost: By worker.
+        cadence: Of the clients with the most samples.
+    """
+
+    ready: bool
+    workers: int
+    isolated: bool
+    row_relation: RowRelationStats | None
+    quarantine: str
+    outage: str
+    queued: int
+    queue: QueueStats
+    run_ms: float
+    latency_ms: dict[str, LatencyStats]
+    latency_counts: dict[str, tuple[int, ...]]
+    steps_ms: dict[str, LatencyStats]
+    batch_rows: BatchRowsStats
+    closed: dict[str, int]
+    refused: dict[str, int]
+    failed: dict[str, int]
+    deadlines: dict[str, int]
+    cost: dict[str, CostStats]
+    cadence_clients: int
+    cadence: list[CadenceStats]
+    requests: int = 0
+    rows: int = 0
+    batches: int = 0
+    completed: int = 0
+    withdrawn: int = 0
+    retried: int = 0
+    worker_deaths: int = 0
+
+
+class ModelStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A model version that is served, loading or draining, or whose load failed.
+
+    Attributes:
+        state: As in the model index of the Open Inference Protocol.
+        reason: Why it is not ready, or why changed files of it are not served.
+        lane: Key in `Stats.lanes`; empty if it is not served.
+    """
+
+    name: str
+    version: str
+    state: str
+    reason: str
+    lane: str
+
+
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker slot.
+
+    Attributes:
+        pool: The only model of the worker; empty for the shared pool.
+        gpu: Number of its GPU.
+        device_error: Why its GPU cannot be used.
+        load_step: Long step of the current load.
+        credits: Batches that it accepts beside those in flight.
+        starts: Processes that this gateway started for the slot.
+        failures: Consecutive unexpected exits.
+        ends: Exits of its processes by kind.
+        looping: It is in a crash loop, which does not count for readiness.
+        notices: Requests that the system denied, such as memory locks.
+        heartbeat_s: Age of the last heartbeat; null without a process.
+        history: Latest events with the states after them, oldest first.
+    """
+
+    index: int
+    group: int
+    pool: str
+    cpus: tuple[int, ...]
+    cores: int | None = None
+    domains: tuple[int, ...] = ()
+    node: int | None = None
+    gpu: str | None = None
+    device_error: str = ""
+    load_step: str = ""
+    state: str
+    incarnation: int
+    pid: int
+    batches: int
+    in_flight: int
+    credits: int
+    starts: int
+    failures: int
+    ends: dict[str, int]
+    copied_bytes: dict[str, int] = {}
+    looping: bool
+    output_capacity_bytes: int = 0
+    output_leased_bytes: int
+    output_leases: int = 0
+    output_huge_bytes: int = 0
+    output_locked: bool = False
+    output_locked_bytes: int = 0
+    output_node: int | None = None
+    notices: tuple[str, ...]
+    resident_bytes: int
+    cpu_s: float = 0.0
+    heartbeat_s: float | None = None
+    history: tuple[str, ...]
+
+    @property
+    def shown_state(self) -> str:
+        """The state for people: a worker in a crash loop is shown as such between its starts."""
+        return "crash loop" if self.looping else self.state
+
+
+class GpuStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU; a value that it does not report is null.
+
+    Attributes:
+        gpu: Number, as in `workers.groups`.
+        profile: Profile of a MIG slice.
+        state: `ok`, `throttled`, `error`, `no answer`, `lost` or `unknown`.
+        age_s: Time since NVML answered.
+        utilization: Share of time in which a kernel ran.
+        throttles: Why its clocks are lower than they could be.
+        ecc_corrected: Memory errors since the driver was loaded, as `ecc_uncorrected`.
+        xids: Xid errors by number.
+    """
+
+    gpu: str
+    uuid: str
+    pci: str
+    name: str
+    profile: str
+    state: str
+    reason: str
+    age_s: float | None = None
+    utilization: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    throttles: tuple[str, ...] = ()
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+    xids: dict[str, int] = {}
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    pcie_replays: int | None = None
+
+
+class ArenaStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The input arena."""
+
+    capacity_bytes: int
+    leased_bytes: int
+    leases: int
+    huge_bytes: int
+    locked: bool
+    notices: tuple[str, ...]
+
+
+class RegionStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Shared-memory regions of clients."""
+
+    regions: int
+    lent_bytes: int
+
+
+class ReceiveStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Buffered received bytes, and their limit."""
+
+    used_bytes: int = 0
+    limit_bytes: int = 0
+
+
+@thread_safe
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a gateway process.
+
+    Attributes:
+        process: Number of the process, of several.
+        late_messages: Responses of workers to batches that had ended.
+        loop_lag_ms: Lag of the event loop.
+        lanes: Served model versions by `NAME/VERSION`.
+    """
+
+    version: str
+    build: str
+    pid: int
+    process: int = 0
+    uptime_s: float
+    ready: bool
+    reasons: list[str]
+    streams: int
+    calls: int
+    late_messages: int
+    resident_bytes: int
+    loop_lag_ms: LatencyStats
+    latency_bounds_ms: list[float]
+    input_arena: ArenaStats
+    receive: ReceiveStats = ReceiveStats()
+    shared_memory: RegionStats
+    models: list[ModelStats] = []
+    lanes: dict[str, LaneStats]
+    workers: list[WorkerStats]
+    gpus: list[GpuStats] = []

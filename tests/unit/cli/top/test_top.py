@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from support.models import ROOT
 from support.observed import make_lane, make_worker, observe
 
+from iskander.cli.command import read_stats as read_stats_of
 from iskander.cli.top.screen import COLUMNS, Screen, fit_columns, read_keys
 from iskander.cli.top.snapshot import ModelRow, Snapshot, WorkerRow, compare
+from iskander.client import Client
+from iskander.errors import Unsupported
 from iskander.foundation.clock import NS_PER_MS
 from iskander.gateway.scheduling.lanes.lane import Lane, Quarantine
+from iskander.gateway.supervision.lifecycle import State
 from iskander.gateway.telemetry.metrics.sources import MetricSources
-from iskander.gateway.telemetry.status.stats import collect
+from iskander.gateway.telemetry.status.stats import Stats
+from iskander.gateway.telemetry.status.stats_reader import read_stats
 
 
-def collected(observed: MetricSources) -> dict[str, Any]:
+def collected(observed: MetricSources, **changes: Any) -> Stats:
     """Returns the stats after a JSON round trip, as a client receives them."""
-    encoded = msgspec.json.encode(asyncio.run(collect(observed)))
-    values: dict[str, Any] = msgspec.json.decode(encoded)
-    return values
+    encoded = msgspec.json.encode(asyncio.run(read_stats(observed)))
+    return replace(msgspec.json.decode(encoded, type=Stats), **changes)
 
 
-def stats(lanes: list[Lane], uptime_s: float, **more: Any) -> dict[str, Any]:
-    return collected(observe(lanes)) | {"uptime_s": uptime_s, "process": 0, **more}
+def stats(lanes: list[Lane], uptime_s: float, **changes: Any) -> Stats:
+    return collected(observe(lanes), uptime_s=uptime_s, **changes)
 
 
 def row(name: str, **fields: Any) -> ModelRow:
@@ -102,7 +107,7 @@ def test_rates_and_percentiles_are_of_the_interval() -> None:
 
 @pytest.mark.parametrize("change", [{"pid": 1}, {"uptime_s": 20.0}])
 def test_restarted_gateway_has_no_rates(change: dict[str, Any]) -> None:
-    before = stats([make_lane(requests=1000)], 10.0) | change
+    before = stats([make_lane(requests=1000)], **{"uptime_s": 10.0, **change})
 
     found = compare(before, stats([make_lane(requests=2)], 11.0))
 
@@ -135,13 +140,29 @@ def test_states_of_models() -> None:
 
 def test_worker_rate_is_of_the_same_slot() -> None:
     slot = make_worker(2)
-    before = collected(observe([], [slot])) | {"uptime_s": 1.0, "process": 0}
+    before = collected(observe([], [slot]), uptime_s=1.0)
     slot.batches += 8
 
-    after = compare(before, collected(observe([], [slot])) | {"uptime_s": 3.0, "process": 0})
+    after = compare(before, collected(observe([], [slot]), uptime_s=3.0))
 
     assert (after.workers[0].name, after.workers[0].batches_per_s) == ("2", 4)
     assert after.workers[0].last == "attached, loading"
+
+
+def test_worker_between_the_starts_of_a_crash_loop_is_shown_as_such() -> None:
+    slot = make_worker(1, State.ABSENT)
+    slot.is_looping = True
+
+    assert compare(None, collected(observe([], [slot]))).workers[0].state == "crash loop"
+
+
+def test_response_of_another_version_is_an_error_of_the_command() -> None:
+    class Server:
+        def stats(self) -> dict[str, Any]:
+            return {"version": "0.0.1"}
+
+    with pytest.raises(Unsupported, match=r"of another version .*missing required field"):
+        read_stats_of(cast(Client, Server()))
 
 
 # -- Keys

@@ -34,7 +34,7 @@ class Response(NamedTuple):
 
 
 def admin_server(address: str, observed: MetricSources, *, has_page: bool = False) -> AdminServer:
-    read_status = StatusReader(observed, History(), EventLog(), 0).read if has_page else None
+    read_status = StatusReader(observed, History(), EventLog()).read if has_page else None
     render = Collector(observed).render
     return AdminServer(address, observed.models.reasons, render, read_status=read_status)
 

@@ -141,7 +141,7 @@ def test_merge_keeps_the_worst_state_and_the_most_frequent_pairs() -> None:
 def test_status_document_has_the_figures() -> None:
     pair = pair_of(SERVED, CANDIDATE)
     sources = observe([], shadows=lambda: [pair])
-    status = asyncio.run(StatusReader(sources, History(), EventLog(), 0).read())
+    status = asyncio.run(StatusReader(sources, History(), EventLog()).read())
     document = msgspec.json.decode(msgspec.json.encode(status), type=Status)
     assert document.shadows == [read_shadow(pair)]
     assert document.shadow_outputs == list(read_outputs(pair))
@@ -150,7 +150,7 @@ def test_status_document_has_the_figures() -> None:
 def test_lists_are_bounded() -> None:
     pairs = [pair_of(SERVED, CANDIDATE) for _ in range(SHADOWS_MAX + 3)]
     sources = observe([], shadows=lambda: pairs)
-    status = asyncio.run(StatusReader(sources, History(), EventLog(), 0).read())
+    status = asyncio.run(StatusReader(sources, History(), EventLog()).read())
     assert (len(status.shadows), status.left_out["shadows"]) == (SHADOWS_MAX, 3)
     assert len(status.shadow_outputs) == OUTPUTS_MAX == 2 * SHADOWS_MAX
 

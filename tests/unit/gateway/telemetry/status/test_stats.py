@@ -9,16 +9,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from support.observed import MIB, make_lane, make_worker, observe
 
 from iskander.cli.tables import COLUMNS_MAX, render_stats, render_table
+from iskander.gateway.repository.models import Failure
 from iskander.gateway.scheduling.lanes.arrivals import SAMPLES_LEAST
 from iskander.gateway.scheduling.lanes.cost import CostModel
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.supervision.lifecycle import Event, State
 from iskander.gateway.supervision.worker import SlotPlan, Worker
 from iskander.gateway.telemetry.metrics.sources import MetricSources
-from iskander.gateway.telemetry.status import stats
+from iskander.gateway.telemetry.status.stats import Stats
+from iskander.gateway.telemetry.status.stats_reader import CADENCES_MAX, read_stats
 from iskander.interprocess.memory.arena import Arena
 from iskander.interprocess.memory.backing import Backing
 
@@ -28,9 +31,14 @@ NS_PER_MS = 1_000_000
 def collect(observed: MetricSources) -> dict[str, Any]:
     """Returns the stats after a JSON round trip, as a client receives them."""
     response: dict[str, Any] = msgspec.json.decode(
-        msgspec.json.encode(asyncio.run(stats.collect(observed)))
+        msgspec.json.encode(asyncio.run(read_stats(observed)))
     )
     return response
+
+
+def render(observed: MetricSources) -> list[str]:
+    """Returns the lines of `iskander stats`."""
+    return render_stats(msgspec.convert(collect(observed), Stats))
 
 
 def lane_of(lane: Lane) -> dict[str, Any]:
@@ -57,6 +65,63 @@ def test_gateway_stats() -> None:
     }
 
 
+def test_models_without_a_lane_are_listed() -> None:
+    sources = observe([make_lane("ok"), make_lane("idle", is_ready=False)])
+    sources.models.failures["broken", "4"] = Failure("no such operator", is_required=True)
+
+    response = collect(sources)
+
+    assert [(each["name"], each["state"], each["lane"]) for each in response["models"]] == [
+        ("ok", "READY", "ok/1"),
+        ("idle", "UNAVAILABLE", "idle/1"),
+        ("broken", "UNAVAILABLE", ""),
+    ]
+    assert response["models"][2]["reason"] == "no such operator"
+    assert list(response["lanes"]) == ["ok/1", "idle/1"]
+
+
+def test_stats_without_times_have_all_other_values() -> None:
+    """The page reads these."""
+    lane = make_lane(requests=7, refused__queue_full=2)
+    lane.metrics.wait_ns.record(NS_PER_MS)
+    lane.metrics.steps_ns["normalize"] = lane.metrics.wait_ns
+
+    (full,) = asyncio.run(read_stats(observe([lane]))).lanes.values()
+    (rest,) = asyncio.run(read_stats(observe([lane]), has_times=False)).lanes.values()
+
+    assert full.latency_ms["wait"].count == full.steps_ms["normalize"].count == 1
+    assert rest == replace(full, latency_ms={}, latency_counts={}, steps_ms={})
+
+
+def test_response_of_an_earlier_version_is_read() -> None:
+    """Its workers have no heartbeat, CPU time and size of the output arena."""
+    response = collect(observe([make_lane()]))
+    for name in ("process", "receive", "models", "gpus"):
+        del response[name]
+    for name in ("heartbeat_s", "cpu_s", "output_capacity_bytes", "output_leases"):
+        del response["workers"][0][name]
+
+    stats = msgspec.convert(response, Stats)
+
+    assert (stats.process, stats.models, stats.workers[0].heartbeat_s) == (0, [], None)
+
+
+def test_reader_of_stats_yields_after_each_lane() -> None:
+    lanes = [make_lane(f"m{index}") for index in range(64)]
+    turns = 0
+
+    async def run() -> None:
+        nonlocal turns
+        task = asyncio.ensure_future(read_stats(observe(lanes)))
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+    assert turns >= len(lanes)
+
+
 def test_arena_backing_and_notices() -> None:
     worker = make_worker(3)
     worker.backing = Backing(4 * MIB, 2 * MIB, is_locked=True, node=1)
@@ -69,7 +134,7 @@ def test_arena_backing_and_notices() -> None:
     assert (arena["huge_bytes"], arena["locked"], arena["notices"]) == (6 * MIB, True, ["too few"])
     assert (result["output_huge_bytes"], result["output_locked"]) == (2 * MIB, True)
     assert (result["output_node"], result["notices"]) == (1, ["no policy", "not pinned"])
-    assert render_stats(response)[-3:] == [
+    assert render_stats(msgspec.convert(response, Stats))[-3:] == [
         "input arena: too few",
         "worker 3: no policy",
         "worker 3: not pinned",
@@ -93,7 +158,7 @@ def test_readiness_and_reasons() -> None:
     assert [response["lanes"][title]["ready"] for title in ("a/1", "b/1")] == [True, False]
 
 
-def test_lane_counts_are_flat_and_grouped() -> None:
+def test_lane_counts_are_grouped() -> None:
     lane = lane_of(
         make_lane(
             requests=9,
@@ -105,7 +170,7 @@ def test_lane_counts_are_flat_and_grouped() -> None:
         )
     )
 
-    assert (lane["requests"], lane["failed.poisoned"]) == (9, 4)
+    assert (lane["requests"], lane["batches"]) == (9, 0)
     assert lane["refused"] == {"queue_full": 2, "deadline_unreachable": 1}
     assert lane["failed"] == {"poisoned": 4}
     assert lane["closed"] == {"idle": 7}
@@ -164,7 +229,7 @@ def test_only_clients_with_the_most_samples_are_listed() -> None:
     result = lane_of(lane)
 
     assert result["cadence_clients"] == 50
-    assert len(result["cadence"]) == stats.CADENCES_MAX
+    assert len(result["cadence"]) == CADENCES_MAX
     assert result["cadence"][0] == {"client": "client-49", "period_ms": 20, "samples": 53}
 
 
@@ -211,7 +276,7 @@ def test_table_of_a_busy_server_fits_100_columns() -> None:
     worker.history.append((0, Event.LOAD_FAILED, State.LOOPING))
     lanes = [busy_lane("two-tower-ranker-with-a-long-name"), busy_lane("ids")]
 
-    lines = render_stats(collect(observe(lanes, [worker])))
+    lines = render(observe(lanes, [worker]))
 
     assert max(map(len, lines)) <= COLUMNS_MAX
     assert any(line.startswith("two-tower-..20240131") for line in lines)
@@ -220,7 +285,7 @@ def test_table_of_a_busy_server_fits_100_columns() -> None:
 def test_counts_have_at_most_five_digits() -> None:
     """Larger counts have a unit letter."""
     shown = [
-        render_stats(collect(observe([make_lane("ids", requests=count)])))[4].split()[5]
+        render(observe([make_lane("ids", requests=count)]))[4].split()[5]
         for count in (0, 99_999, 100_000, 99_999_999, 100_000_000, 123_456_789_012_345)
     ]
 
@@ -229,7 +294,7 @@ def test_counts_have_at_most_five_digits() -> None:
 
 def test_table_shows_readiness_rejections_and_history() -> None:
     lane = make_lane("ids", requests=12, refused__queue_full=3, closed__idle=4)
-    text = "\n".join(render_stats(collect(observe([lane, make_lane("b", is_ready=False)]))))
+    text = "\n".join(render(observe([lane, make_lane("b", is_ready=False)])))
 
     assert "not ready: model `b/1`: its workers have not attached yet" in text
     assert "ids/1: rejected: queue_full 3" in text
@@ -238,7 +303,7 @@ def test_table_shows_readiness_rejections_and_history() -> None:
 
 
 def test_table_of_an_idle_server() -> None:
-    lines = render_stats(collect(observe([make_lane("ids")])))
+    lines = render(observe([make_lane("ids")]))
 
     assert lines[1] == "ready"
     assert [line for line in lines if line.startswith("ids/1")][1].split() == (

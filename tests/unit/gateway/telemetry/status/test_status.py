@@ -38,7 +38,7 @@ from iskander.interprocess.memory.arena import Arena
 
 
 def read(sources: MetricSources, history: History | None = None) -> Status:
-    reader = StatusReader(sources, history or History(), EventLog(), 0)
+    reader = StatusReader(sources, history or History(), EventLog())
     return asyncio.run(reader.read())
 
 
@@ -130,8 +130,8 @@ def test_workers_and_memory() -> None:
     status = read(sources)
 
     first, second = status.workers
-    assert (first.index, first.cpus, first.state, first.ends) == (3, "3", "ready", {"crash": 2})
-    assert (first.incarnation, first.starts, first.notices) == (10, 1, "no huge pages")
+    assert (first.index, first.cpus, first.state, first.ends) == (3, (3,), "ready", {"crash": 2})
+    assert (first.incarnation, first.starts, first.notices) == (10, 1, ("no huge pages",))
     assert first.resident_bytes > MIB
     assert (second.state, second.resident_bytes, second.heartbeat_s) == ("absent", 0, None)
     memory = {each.name: each for each in status.memory}
@@ -201,7 +201,7 @@ def test_reader_yields_between_steps() -> None:
     async def run() -> None:
         nonlocal turns
         task = asyncio.gather(
-            StatusReader(observe(lanes), sampler.history, EventLog(), 0).read(), sampler.sample()
+            StatusReader(observe(lanes), sampler.history, EventLog()).read(), sampler.sample()
         )
         while not task.done():
             turns += 1
