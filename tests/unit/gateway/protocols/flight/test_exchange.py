@@ -25,7 +25,7 @@ from iskander.errors import Draining, IskanderError, LimitExceeded, Overloaded, 
 from iskander.gateway.auth.source import Source
 from iskander.gateway.protocols.flight.codec import StreamCodec
 from iskander.gateway.protocols.flight.data import read_flight_data
-from iskander.gateway.protocols.flight.exchange import Exchange, RejectedBatch
+from iskander.gateway.protocols.flight.exchange import DESCRIPTOR_BYTES_MAX, Exchange, RejectedBatch
 from iskander.gateway.protocols.flight.fair_threads import THREADS_MAX
 from iskander.gateway.protocols.flight.plan import Plan
 from iskander.gateway.protocols.flight.plans import Plans
@@ -219,6 +219,20 @@ async def test_error_of_a_dictionary_ends_a_stream_with_in_band_errors(cause: st
 
     kinds = [ipc.read_message(read_flight_data(each).header).kind for each in responses]
     assert kinds == [ipc.DICTIONARY_BATCH, ipc.RECORD_BATCH]
+
+
+@in_loop
+async def test_descriptor_is_limited() -> None:
+    """A stream keeps its descriptor, to look the lane up again."""
+    frames: deque[bytes | None] = deque([field(1, bytes(DESCRIPTOR_BYTES_MAX + 1)), None])
+    call: Any = SimpleNamespace(
+        metadata=(), deadline_ns=None, source=Source(), has_input=True, is_blocked=False,
+        receive=frames.popleft, caller="caller",
+    )  # fmt: skip
+    stream = exchange_of(call, models=SimpleNamespace(revision=1))
+
+    with pytest.raises(LimitExceeded, match=f"descriptor has {DESCRIPTOR_BYTES_MAX + 1} bytes"):
+        await stream.run()
 
 
 @pytest.mark.parametrize("ends_early", [False, True])

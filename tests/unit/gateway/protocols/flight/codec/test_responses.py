@@ -220,6 +220,19 @@ def test_cached_header_is_checked_against_a_shorter_body() -> None:
             stream.decode([(header, body[:length])])
 
 
+@pytest.mark.parametrize(("columns", "is_cached"), [(10, True), (200, False)])
+def test_only_short_headers_are_cached(columns: int, is_cached: bool) -> None:
+    """The cache is bounded by its number of headers, so each of them is."""
+    batch = batch_of(x=x_of(), **{f"c{index}": x_of() for index in range(columns)})
+    schema, message = messages(batch)
+    stream = Stream(contract_of(), schema[0])
+
+    responses = stream.read(stream.respond([message, message]))
+
+    assert [each.column("c9") for each in responses] == [batch.column("c9")] * 2
+    assert bool(stream.plan.header_cache) is is_cached
+
+
 def test_cached_header_does_not_skip_offset_validation() -> None:
     """String offsets are in the body, so every body is validated."""
     (schema, _), (header, body) = messages(batch_of(x=x_of(), s=STRINGS["string"]))
