@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from iskander.arrow.casts import Values
+from iskander.arrow.columns import is_list, is_list_view
 from iskander.arrow.types import (
     BFloat16,
     element_name,
@@ -31,13 +32,6 @@ INDEX_BYTES = 8
 """Index memory per gathered element."""
 
 
-class Path(NamedTuple):
-    """Position of a column: its index in the batch, then in each struct; and its type."""
-
-    indices: tuple[int, ...]
-    type: pa.DataType
-
-
 class ListRows(NamedTuple):
     """Rows that are lists."""
 
@@ -45,27 +39,6 @@ class ListRows(NamedTuple):
     lengths: np.ndarray  # 0 for null rows.
     elements: pa.Array
     valid: np.ndarray | None  # None if there are no null rows.
-
-
-def find_column(fields: pa.Schema | pa.StructType, name: str) -> Path | None:
-    """Look up a column by its dotted name; the longest matching field name wins.
-
-    Duplicate field names do not match.
-    """
-    indices: list[int] = []
-    parent, rest = fields, name
-    while True:
-        index = _column_index(parent, rest)
-        if index >= 0:
-            return Path((*indices, index), parent.field(index).type)
-        head = rest
-        while index < 0 and "." in head:
-            head = head.rpartition(".")[0]
-            index = _column_index(parent, head)
-        if index < 0 or not pa.types.is_struct(parent.field(index).type):
-            return None
-        indices.append(index)
-        parent, rest = parent.field(index).type, rest[len(head) + 1 :]
 
 
 def is_sent_as(arrow: pa.DataType, sent: SentType) -> bool:
@@ -92,19 +65,6 @@ def is_sent_as(arrow: pa.DataType, sent: SentType) -> bool:
     return name is not None and tuple(shape) == sent.shape and sent.admits(name)
 
 
-def is_list(arrow: pa.DataType) -> bool:
-    """Return whether rows of this type are lists of variable length."""
-    return pa.types.is_list(arrow) or pa.types.is_large_list(arrow) or _is_list_view(arrow)
-
-
-def column_at(batch: pa.RecordBatch, indices: tuple[int, ...]) -> pa.Array:
-    """Return the column at a path; a value is null where an enclosing struct is null."""
-    array = batch.column(indices[0])
-    for index in indices[1:]:
-        array = pc.struct_field(array, [index])
-    return array
-
-
 def decode(array: pa.Array) -> pa.Array:
     """Decode a dictionary or run-end encoded array."""
     if pa.types.is_dictionary(array.type):
@@ -129,7 +89,7 @@ def list_rows(array: pa.Array) -> ListRows:
     """Return the rows of a list array; rows of list views may overlap, in any order."""
     valid = _validity(array)
     starts = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
-    if _is_list_view(array.type):
+    if is_list_view(array.type):
         lengths = array.sizes.to_numpy(zero_copy_only=False).astype(np.int64)
     else:
         lengths, starts = np.diff(starts), starts[:-1]
@@ -140,7 +100,7 @@ def list_rows(array: pa.Array) -> ListRows:
 
 def view_index_bytes(array: pa.Array) -> int:
     """Return the index memory to expand list views, which may share elements; 0 for other types."""
-    return int(list_rows(array).lengths.sum()) * INDEX_BYTES if _is_list_view(array.type) else 0
+    return int(list_rows(array).lengths.sum()) * INDEX_BYTES if is_list_view(array.type) else 0
 
 
 class InnermostValues(NamedTuple):
@@ -327,10 +287,6 @@ def without_null_views(array: pa.Array) -> pa.Array:
     return pa.Array.from_buffers(array.type, len(array), buffers, array.null_count)
 
 
-def _is_list_view(arrow: pa.DataType) -> bool:
-    return bool(pa.types.is_list_view(arrow) or pa.types.is_large_list_view(arrow))
-
-
 def _is_string_view(arrow: pa.DataType) -> bool:
     return bool(pa.types.is_string_view(arrow) or pa.types.is_binary_view(arrow))
 
@@ -349,13 +305,6 @@ def _decoded_runs(array: pa.RunEndEncodedArray, values: pa.Array) -> pa.Array:
     """Decode the runs of an array with other values in place of the array's own."""
     runs = pa.RunEndEncodedArray.from_arrays(array.run_ends, values)
     return pc.run_end_decode(runs.slice(array.offset, len(array)))
-
-
-def _column_index(parent: pa.Schema | pa.StructType, name: str) -> int:
-    if isinstance(parent, pa.Schema):
-        return int(parent.get_field_index(name))
-    indices = parent.get_all_field_indices(name)
-    return indices[0] if len(indices) == 1 else -1
 
 
 def _validity(array: pa.Array) -> np.ndarray | None:

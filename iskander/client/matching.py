@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from iskander.arrow.columns import column_at, find_column, is_list, is_list_view
 from iskander.client.model import ModelDescription
-from iskander.client.slicing import is_list_view, string_columns
+from iskander.client.slicing import string_columns
 from iskander.errors import ContractError
 
 VALUE_CHARACTERS_MAX = 100
@@ -130,7 +131,7 @@ class Matching:
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
     def _convert_column(self, sent: _Sent, batch: pa.RecordBatch, first_row: int) -> Any:  # noqa: ANN401
-        array = _column_at(batch, sent.path)
+        array = column_at(batch, sent.path)
         if sent.cast is None:
             return array
         try:
@@ -174,7 +175,7 @@ class Matching:
             return
         for name, declared in wanted_all.items():
             found = self._find_column(name, declared)
-            wanted = _find_field(self.model.input_schema, name)
+            wanted = find_column(self.model.input_schema, name)
             if found is None:
                 continue
             path, field = found
@@ -271,13 +272,13 @@ class Matching:
                 return None
             if count:
                 break
-        found = _find_field(self._given, source)
+        found = find_column(self._given, source)
         if found is None:
             nearest = _nearest_name(source, self._given.names)
             text = f"column `{source}` is missing: wanted {wanted}{_nearest_hint(nearest)}"
             self._add_problem(text, source, wanted=wanted, nearest=nearest)
             return None
-        return found.path, found.field.with_name(name)
+        return found.indices, found.field.with_name(name)
 
     def _source(self, name: str) -> str:
         return self._columns.get(name, name)
@@ -334,13 +335,6 @@ class _Sent(NamedTuple):
     @property
     def is_changed(self) -> bool:
         return self.cast is not None or self.name != self.source
-
-
-class _Found(NamedTuple):
-    """A column or a field of a struct: its path of indices, and its field."""
-
-    path: tuple[int, ...]
-    field: pa.Field
 
 
 class _ListLevels(NamedTuple):
@@ -424,35 +418,6 @@ class _Cast(NamedTuple):
         return bool(pc.all(is_near, min_count=0).as_py())
 
 
-def _find_field(schema: pa.Schema, name: str) -> _Found | None:
-    """Find a column by its dotted name; as at the server, the longest matching name is used."""
-    parent: Any = schema
-    path: list[int] = []
-    rest = name
-    while True:
-        head, index = rest, parent.get_field_index(rest)
-        while index < 0 and "." in head:
-            head = head.rpartition(".")[0]
-            index = parent.get_field_index(head)
-        if index < 0:
-            return None
-        field = parent.field(index)
-        path.append(index)
-        rest = rest[len(head) + 1 :]
-        if not rest:
-            return _Found(tuple(path), field)
-        if not pa.types.is_struct(field.type):
-            return None
-        parent = field.type
-
-
-def _column_at(batch: pa.RecordBatch, path: tuple[int, ...]) -> Any:  # noqa: ANN401
-    array = batch.column(path[0])
-    for index in path[1:]:
-        array = pc.struct_field(array, [index])
-    return array
-
-
 def _is_float(field: pa.Field) -> bool:
     return bool(pa.types.is_floating(field.type))
 
@@ -483,7 +448,7 @@ def _list_levels(field: pa.Field) -> _ListLevels:
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         field, is_encoded = pa.field("", kind.value_type), True
     levels: list[int | None] = []
-    while _is_list(field.type) or pa.types.is_fixed_size_list(field.type):
+    while is_list(field.type) or pa.types.is_fixed_size_list(field.type):
         is_sized = pa.types.is_fixed_size_list(field.type)
         is_plain = is_plain and (is_sized or not (levels or is_encoded))
         levels.append(field.type.list_size if is_sized else None)
@@ -500,10 +465,6 @@ def _list_levels(field: pa.Field) -> _ListLevels:
         is_plain = is_plain and levels == [None] and _cast_kind(_element_name(values)) != "text"
         field = values
     return _ListLevels(tuple(levels), field, is_plain)
-
-
-def _is_list(kind: Any) -> bool:  # noqa: ANN401
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or is_list_view(kind))
 
 
 def _element_name(field: pa.Field) -> str:

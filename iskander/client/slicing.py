@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from iskander.arrow.columns import is_list_view
 from iskander.errors import ContractError, LimitExceeded
 
 ROWS_MIN = 8192
@@ -255,11 +256,6 @@ def _copy_own_values(column: Any) -> Any:  # noqa: ANN401
 
 def _is_view(kind: Any) -> bool:  # noqa: ANN401
     return _is_text_view(kind) or is_list_view(kind)
-
-
-def is_list_view(kind: Any) -> bool:  # noqa: ANN401
-    """Whether a type has views of lists."""
-    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 
 def _is_text_view(kind: Any) -> bool:  # noqa: ANN401

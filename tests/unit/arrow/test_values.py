@@ -17,12 +17,11 @@ import pyarrow as pa
 import pytest
 from support.arrow_memory import peak_of
 
+from iskander.arrow.columns import column_at, find_column
 from iskander.arrow.types import BFloat16
 from iskander.arrow.values import (
-    column_at,
     decode,
     decoded_text_bytes,
-    find_column,
     list_rows,
     plain_array,
     stored_elements,

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from iskander.arrow import casts
 from iskander.arrow import values as arrays
 from iskander.arrow.casts import BFLOAT16, UNIT_NS, ValueLocation, Values, reject_nulls
-from iskander.arrow.values import Path
+from iskander.arrow.columns import ColumnPath, column_at, find_column
 from iskander.contract.column_types import DECIMAL, TEMPORAL, parse_sent_type
 from iskander.contract.inputs import columns_of
 from iskander.contract.manifest import InputColumn
@@ -53,11 +53,11 @@ class InputBuilder:
         self.spec = self._specs[entry.tensor]
         self.rejects_nulls = entry.nulls in (None, "reject")
         self.names = columns_of(entry)
-        self.paths: list[Path] = []
+        self.paths: list[ColumnPath] = []
         self.is_nested = False
         self.problems: list[str] = []
         for name in self.names:
-            path = arrays.find_column(schema, name)
+            path = find_column(schema, name)
             if path is None:
                 self.problems.append(f"column `{name}` is missing: wanted {self.sent}")
             elif not arrays.is_sent_as(path.type, self.sent):
@@ -111,19 +111,17 @@ class InputBuilder:
         """Bytes of the entry's strings when decoded."""
         if not self.sent.is_text:
             return 0
-        return sum(
-            arrays.decoded_text_bytes(arrays.column_at(batch, path.indices)) for path in self.paths
-        )
+        return sum(arrays.decoded_text_bytes(column_at(batch, path.indices)) for path in self.paths)
 
     def view_index_bytes(self, batch: pa.RecordBatch) -> int:
         """Memory to expand list views, which may share elements."""
         if not self.sent.is_ragged:
             return 0
-        return arrays.view_index_bytes(arrays.column_at(batch, self.paths[0].indices))
+        return arrays.view_index_bytes(column_at(batch, self.paths[0].indices))
 
     def make(self, batch: pa.RecordBatch) -> BuiltTensor:
         """Read the entry's columns; raises ContractError for values the tensor cannot hold."""
-        columns = [arrays.column_at(batch, path.indices) for path in self.paths]
+        columns = [column_at(batch, path.indices) for path in self.paths]
         if self.sent.is_ragged:
             return _Ragged(self, columns[0])
         return _Text(self, columns) if self.spec.is_string else _Numbers(self, columns)
