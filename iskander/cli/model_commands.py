@@ -112,7 +112,7 @@ def _manifest(arguments: argparse.Namespace) -> int:
     from iskander_worker.backends.onnx import read_graph
 
     graph = read_graph(file)
-    # With `> manifest.toml` the shell has emptied the file before.
+    # The shell has emptied the file before, if the output goes to `> manifest.toml`.
     target = model_file(file).parent / "manifest.toml"
     is_emptied = target.is_file() and not target.stat().st_size
     written = None if is_emptied else read_manifest(file)

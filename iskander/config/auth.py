@@ -25,7 +25,7 @@ class AccessConfig(Section, frozen=True, kw_only=True):
     Attributes:
         tokens: Token file, relative to this file; reloaded when it changes. Empty: every client may
             do everything.
-        anonymous: With `tokens`: models, such as `demo-*`, for callers without a token.
+        anonymous: Models, such as `demo-*`, for callers without a token; needs `tokens`.
             Inferential's clients have no token.
         audit_file: File of JSON lines with each administrative action, and numbers of failed
             authentications. Empty: the log, at the level `info`.
@@ -103,7 +103,7 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         password: Argon2id hash of the password of the user `name`, for HTTP Basic and the handshake
             of Flight.
         models: Models that it may use, with `*` and `?`.
-        manage: It may also load and unload these models.
+        manage: The token may also load and unload these models.
         sources: Sources that it may read, with `*` and `?`, if it may use their models.
         expires: End of validity, with a time zone; None: never.
         limits: Limits of its name.

@@ -233,7 +233,7 @@ def _complete(model: ModelConfig, folder: Path) -> ModelConfig:
     if version is None:
         named = path.name if os.path.isdir(path) else path.parent.name
         version = named if named.isdecimal() else "1"
-    # Not resolved: an interpreter finds its virtual environment from the path of the link.
+    # The link stays: an interpreter finds its virtual environment from the path of its link.
     python = str((folder / model.python).absolute()) if model.python else ""
     return msgspec.structs.replace(model, path=str(path), version=str(version), python=python)
 

@@ -39,7 +39,7 @@ class Share(NamedTuple):
     Attributes:
         path: `section.key` of the setting.
         allocations: How often the server allocates the setting's bytes.
-        part: Of `server.memory`, for all of them, as 1 / part.
+        part: Divisor: all allocations of the setting together get 1 / part of `server.memory`.
         least_bytes: Bytes that the largest batch needs.
     """
 

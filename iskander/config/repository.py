@@ -43,7 +43,7 @@ class RepositoryConfig(Section, frozen=True, kw_only=True):
         path: The folder, relative to this file. Empty: only `[[models]]`.
         control: `watched`: serve the models in the folder and follow changes. `explicit`: load and
             unload models by API calls.
-        load: With `explicit` control: models to load at startup; `*`: all models in the folder.
+        load: Models to load at startup if `control` is `explicit`; `*`: all models in the folder.
         versions: Default version policy of a model without one in `model.toml`: `latest:N`, `all`,
             or a list.
         marker: File that marks a version's folder as complete, such as `.complete`; folders without

@@ -38,7 +38,7 @@ def main() -> int:
     # Service managers signal all processes; the gateway's end of the socket ends this one.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Not on the cpus of the gateway only, and after its workers.
+    # On all cpus, not only those of the gateway, with a lower priority than the workers.
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.nice(NICE)
@@ -75,5 +75,5 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stderr.flush()
-    # Not `sys.exit`: an upload that hangs would hold the interpreter.
+    # `sys.exit` would wait for an upload that hangs.
     os._exit(code)

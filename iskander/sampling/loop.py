@@ -106,7 +106,7 @@ class ObserverLoop:
         connection: The socket, after `Start`.
         config: Limit of copies.
         models: Receives the models.
-        consumers: By name; each sample goes to all of them.
+        consumers: Consumers by name; each sample goes to all of them.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class ObserverLoop:
         """Return free memory to the system, more often after samples."""
         if now - self._trimmed_ns >= (TRIM_USED_NS if self._is_used else TRIM_NS):
             self._trimmed_ns, self._is_used = now, False
-            # Of all threads: the allocator keeps what each of them has freed.
+            # Memory of all threads: the allocator keeps what each of them has freed.
             pa.default_memory_pool().release_unused()
 
     def _guarded(self, name: str, call: Callable[[], Result]) -> Result | None:

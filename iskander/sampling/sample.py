@@ -18,10 +18,10 @@ class Sample(NamedTuple):
         version: Version that computed the outputs.
         time_ns: Unix time of the results.
         rows: Rows of both batches.
-        trace_id: Of the caller's trace or made for this request; 32 hexadecimal digits.
+        trace_id: Id of the caller's trace, or made for this request; 32 hexadecimal digits.
         inputs: A column for each input of the contract; a tensor of more than one dimension is a
             fixed-size list of its rows.
-        outputs: The same for the outputs.
+        outputs: The tensors of the outputs, likewise.
     """
 
     model: str

@@ -30,7 +30,7 @@ class Tensors:
         self.model = model
         contract = model.contract
         self._inputs = input_schema(contract)
-        # Without the result columns, which the gateway assembles from these tensors.
+        # The result columns are left out: the gateway assembles them from these tensors.
         self._outputs = output_schema(msgspec.structs.replace(contract, columns=()))
         self._template = BatchTemplate(self._outputs)
         self._header_bytes = len(encapsulate(self._template.render(0, *self._positions(0, []), 0)))

@@ -39,7 +39,7 @@ class Cgroup(NamedTuple):
     """Limits of the groups of a process; None: unlimited.
 
     Attributes:
-        path: Of the group, such as `/system.slice/iskander-gateway.service`.
+        path: Path of the group, such as `/system.slice/iskander-gateway.service`.
         cpus: Quota of cpu time, in cpus.
         throttled: Periods in which the quota was used up.
         throttled_us: Time for which threads did not run because of that.

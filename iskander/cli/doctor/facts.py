@@ -105,7 +105,7 @@ class MachineFacts(NamedTuple):
 
     Attributes:
         has_lock_capability: CAP_IPC_LOCK: the process may lock any amount of memory.
-        environment: Of the process; empty if it belongs to another user.
+        environment: Environment of the process; empty if it belongs to another user.
     """
 
     cpus: Cpus

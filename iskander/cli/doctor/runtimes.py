@@ -31,7 +31,7 @@ class Runtimes(NamedTuple):
     """Inference runtime.
 
     Attributes:
-        version: Of ONNX Runtime; empty if it is not installed.
+        version: Version of ONNX Runtime; empty if it is not installed.
         provider_errors: Why the library of a provider does not load, by the name in the settings;
             empty texts for those that load.
         driver: Version of the NVIDIA driver; empty without NVML.
@@ -72,7 +72,7 @@ def _load_error(provider: str, preload: Callable[[], None]) -> str:
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            # As workers do; it prints the libraries that it does not find.
+            # Workers do the same. `preload` prints the libraries that it does not find.
             onnxruntime.preload_dlls(directory="")
         if provider == "tensorrt":
             preload()

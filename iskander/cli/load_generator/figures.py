@@ -54,9 +54,9 @@ class Figures(NamedTuple):
         unanswered: Requests without an answer when the run ended.
         busy: Share of an open loop's requests that waited for an idle client.
         lag_p99: 99th percentile of the delay of the others between intended and actual send time.
-        is_late: That delay is a part of the latencies.
+        is_late: The delay of the generator is a part of the latencies.
         cpu: CPU time of the generator as a share of one core.
-        is_saturated: That share permits hardly more requests.
+        is_saturated: The share of the generator's time permits hardly more requests.
         is_stable: The rates of the thirds of the run agree.
     """
 

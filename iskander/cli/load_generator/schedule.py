@@ -36,7 +36,7 @@ class Load(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Such as `200/s` or `4 clients`."""
+        """Text of the load, such as `200/s` or `4 clients`."""
         return f"{self.rate:g}/s" if self.rate else f"{self.clients} clients"
 
 
@@ -46,7 +46,7 @@ def due_times_ns(rate: float, arrivals: Arrivals, seed: int) -> Iterator[int]:
     Args:
         rate: Requests a second; above 0.
         arrivals: Poisson arrivals have exponential gaps; constant ones are evenly spaced.
-        seed: Of the gaps.
+        seed: Seed of the random gaps between requests.
     """
     generator = np.random.default_rng(seed)
     due_ns, gap_ns = 0.0, NS_PER_S / rate

@@ -98,7 +98,7 @@ def render_files(to: Installation, templates: Mapping[str, str]) -> dict[str, st
     services = [GATEWAY, *([WORKER] if to.slots else [])]
     if to.user != USER:
         for name in (*services, "iskander-score@.service"):
-            # Without a group, the account's own.
+            # Without a group, that of the account.
             lines = ["[Service]", f"User={to.user}", "Group=", ""]
             files[_drop_in(name, "user.conf")] = "\n".join(lines)
     files[_drop_in(GATEWAY)] = "\n".join(_gateway_lines(to)) + "\n"

@@ -51,7 +51,7 @@ BATCH_DEFAULTS = {
     "scheduling.batch_optimized.max_batch_size": 8,
     "scheduling.batch_optimized.max_wait_ms": 10.0,
 }
-"""Of the strategy `batch_optimized` only."""
+"""Settings of the strategy `batch_optimized` only."""
 SAME = {
     "transport.bind": ("inferential", "address"),
     "scheduling.strategy": ("lanes", "policy"),

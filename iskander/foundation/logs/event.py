@@ -36,12 +36,12 @@ class Event(Generic[P]):
 
     Attributes:
         name: Unique, and stable between versions.
-        level: Of the standard library.
+        level: Level of the standard library's `logging`.
         topic: Subject of the change of state that it reports, for the event stream; may be empty.
         subject: Fields that identify the subject: repeats of it are limited.
         fields: Type of each field.
         text: Returns the text for values of the fields.
-        has_traceback: It is logged with the traceback of an exception.
+        has_traceback: The event is logged with the traceback of an exception.
         meaning: Explains the event.
         advice: What the operator does about it; may be empty.
     """

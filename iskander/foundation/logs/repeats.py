@@ -52,7 +52,7 @@ class Repeats:
         count.lines += 1
         if count.lines <= FIRST:
             return True
-        # Without the traceback, whose frames hold memory.
+        # The traceback is dropped: its frames hold memory.
         count.last = copy(record)
         count.last.exc_info = count.last.exc_text = None
         return False

@@ -26,7 +26,7 @@ from iskander.gateway.event_stream.messages import (
 from iskander.gateway.event_stream.publisher import POLL_S, STOP_S, Publisher
 
 SOCKET: Final = "events.sock"
-"""In the parent's runtime directory."""
+"""Name of the socket in the parent's runtime directory."""
 CHUNK_BYTES: Final = 65_536
 LAST: Final = b": the end\n\n"
 EVENTS_PER_TURN: Final = 64

@@ -4,7 +4,7 @@
                           Arena + fd       before the first sample in this memory
                           ArenaClosed      its worker has ended
                           Model            before the first sample of it
-                          ModelsForgotten  later samples have their models again
+                          ModelsForgotten  models are sent again before later samples of them
                           Samples          leases that the gateway holds
                           Verdicts         answers to Copied
     observer -> gateway   Copied           leases that it has read, or will not read
@@ -28,7 +28,7 @@ from iskander.config.schema import Config
 from iskander.contract.tensors import Contract
 
 FRAME_BYTES_MAX: Final = 1 << 18
-"""As in `control.channel`: the system's ceiling of a socket buffer holds one."""
+"""Limit of a frame, as in `control.channel`: the largest socket buffer holds one frame."""
 SAMPLES_MAX: Final = 256
 """Samples in one frame."""
 INPUT_ARENA: Final = 0
@@ -85,10 +85,10 @@ class SampleRef(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         ticket: Number of the held leases, never used twice for one process.
-        id: Of the sample; 16 bytes.
+        id: Identifier of the sample; 16 bytes.
         time_ns: Unix time of the results.
-        offset: Of its IPC message in the input arena.
-        outputs: In the order of the rows.
+        offset: Offset of the IPC message of its inputs in the input arena.
+        outputs: Ranges of its results, in the order of the rows.
     """
 
     ticket: int

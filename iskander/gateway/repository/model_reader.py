@@ -42,7 +42,7 @@ class FoundModel(NamedTuple):
 
 
 Found = dict[str, FoundModel | IskanderError]
-"""By version: the loadable version, or the error of its files or settings."""
+"""For each version number: the loadable version, or the error of its files or settings."""
 
 
 class ModelReader:

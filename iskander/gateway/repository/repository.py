@@ -72,7 +72,7 @@ class Repository:
         self.startup = StartupBarrier()
         self._tried: dict[str, dict[str, str]] = {}
         self._model_files: dict[str, ModelFile] = {}
-        # One for each model that is changing; an unused lock is garbage-collected.
+        # A lock for each model that is changing; an unused lock is garbage-collected.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading: set[str] = set()

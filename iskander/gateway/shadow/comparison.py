@@ -59,7 +59,7 @@ class Differences:
     """Distribution of differences that are not negative.
 
     Attributes:
-        counts: By bucket of `log_scale`.
+        counts: Number of differences in each bucket of `log_scale`.
         highest: Largest difference.
     """
 
@@ -176,7 +176,7 @@ class Comparison:
     """Statistics of all outputs of two versions.
 
     Attributes:
-        outputs: By output.
+        outputs: Differences of each output.
         rows: Compared rows.
         disagreeing: Rows of which any output differs.
         is_due: Enough rows are collected: `compare` is to be called.

@@ -33,7 +33,7 @@ class ShadowRequest:
         hops: Gateways that it passed before.
         next_row: First row that no batch has had.
         running: Batches with rows of it.
-        is_waiting: It is in the queue.
+        is_waiting: The shadow request is in the queue.
     """
 
     __slots__ = (

@@ -104,7 +104,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         parts_max: Parts of the answer.
         permitted: Columns that may be returned with the results; None for all.
         path, keep, columns, unit_rows: As in `SourceQuery`.
-        plain_files: As in `SourceConfig`.
+        plain_files: Whether files of a table are read as plain files (`SourceConfig.plain_files`).
     """
 
     source: str

@@ -79,7 +79,7 @@ def _start_process(memory_bytes: int) -> tuple[socket.socket, subprocess.Popen[b
 
 
 class Reader:
-    """One process, and the gateway's end of its socket.
+    """A reader process, and the gateway's end of its socket.
 
     Attributes:
         is_outdated: Whether the limits have changed since its start.

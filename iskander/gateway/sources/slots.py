@@ -77,7 +77,7 @@ class FairSlots:
         self._count = count
         self._waiting_max = waiting_max
         self._shares: Shares[_Slot] = Shares(_stalled_since, _give_way)
-        # By caller; the first one has its turn. With what will hold the slot.
+        # Waiting reads by caller, with the holder of each slot to come; the first caller is next.
         self._queues: dict[str | int, deque[tuple[asyncio.Future[_Slot], Held | None]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.waiting = 0

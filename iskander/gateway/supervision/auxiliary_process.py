@@ -27,7 +27,7 @@ from iskander.gateway.supervision.worker import Child, start_process
 KILLED_S: Final = 2.0
 STUCK_MAX: Final = 3
 STUCK_S: Final = 30.0
-"""Time until the next attempt with so many of them."""
+"""Pause before the next start, while `STUCK_MAX` killed processes have not ended."""
 
 
 class AuxiliaryProcess:
@@ -75,7 +75,7 @@ class AuxiliaryProcess:
 
     @property
     def pid(self) -> int:
-        """Of the current process; 0 without one."""
+        """Process id of the current process; 0 without a process."""
         return 0 if self.socket is None else self._children[self._pidfd].pid
 
     @property

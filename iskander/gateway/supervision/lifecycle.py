@@ -132,11 +132,11 @@ _REPORTS = (Event.LOADED, Event.LOAD_FAILED, Event.DRAIN_REQUESTED)
 _SERVING = (Event.RECYCLE_DUE, Event.HUNG, Event.STEADY)
 """Raised only for a worker that serves."""
 _STALE = (Event.LOST, Event.EXITED, Event.TIMED_OUT)
-"""Of a process that has ended; EXITED follows LOST, which has been handled."""
+"""Events of a process that has ended; EXITED follows LOST, which has been handled."""
 _ONLY_ABSENT = (Event.SPAWN_DUE, Event.ATTACHED, Event.EXITED, Event.CRASH_LOOP)
-"""Not for an attached process. Its exit is handled as LOST, at the end of its socket."""
+"""Events that an attached process does not have: its exit is LOST, at the end of its socket."""
 _DEVICE = (Event.DEVICE_LOST, Event.DEVICE_RETURNED)
-"""Of a slot that is stopping or stopped."""
+"""Events of a GPU, without effect on a slot that is stopping or stopped."""
 
 _NOT_STARTING = (Event.SPAWN_DUE, Event.LOST, Event.CRASH_LOOP, Event.DEVICE_RETURNED)
 _NOT_READY = (Event.LOADED, Event.LOAD_FAILED, Event.TIMED_OUT, Event.DEVICE_RETURNED)

@@ -38,7 +38,7 @@ class Outages:
     reject_queued: Callable[[Lane, IskanderError], None]
     on_change: Callable[[], None]
     send: Callable[[WorkerSlot, Sequence[ToWorker]], None]
-    # By lane: its timer, and the incarnation of the worker whose answer is awaited.
+    # For each lane: its timer, and the incarnation of the worker whose answer is awaited.
     _timers: dict[int, asyncio.TimerHandle] = field(default_factory=dict, init=False)
     _asked: dict[int, int] = field(default_factory=dict, init=False)
 

@@ -1,4 +1,4 @@
-"""One incomplete Parquet file: rows in memory until a row group is full.
+"""An incomplete Parquet file: rows stay in memory until a row group is full.
 
 Runs on: the writer thread of the observer process. Source: Apache Parquet format.
 """
@@ -27,8 +27,8 @@ class LogFile:
 
     Args:
         path: Where to write.
-        schema: Of all rows.
-        compression: As of `PredictionLogConfig`.
+        schema: Schema of all rows.
+        compression: Compression, a value of `PredictionLogConfig.compression`.
         opened_ns: Monotonic time.
     """
 

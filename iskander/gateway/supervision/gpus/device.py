@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 PREFIX: Final = "gpu:"
-"""Of an entry of `workers.groups` that names a GPU."""
+"""Prefix of an entry of `workers.groups` that names a GPU."""
 ALL: Final = "auto"
 DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 GIB: Final = 1 << 30

@@ -31,7 +31,7 @@ class GpuState:
     """A device and its last reading.
 
     Attributes:
-        reading: None until the first one.
+        reading: Last reading of the device; None before the first.
         xids: Xid errors by code since the start of the gateway.
     """
 
@@ -63,7 +63,7 @@ class GpuState:
 
     @property
     def state(self) -> str:
-        """One of `STATES`."""
+        """State of the device, one of `STATES`."""
         reading, age_s = self.reading, self.age_s
         if reading is None or age_s is None:
             return "unknown"
@@ -88,7 +88,7 @@ class GpuHealth:
     """Takes workers of lost devices out of service, and returns them.
 
     Attributes:
-        states: Of each device of the plan.
+        states: State of each device of the plan.
     """
 
     def __init__(

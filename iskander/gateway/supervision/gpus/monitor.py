@@ -43,7 +43,7 @@ REOPEN_S: Final = 30.0
 """Life after the loss of a device, or without any answer: a new process of NVML finds a device that
 has returned."""
 UNANSWERED: Final = "NVML has not answered yet"
-"""Not the reading of a good card: the last process may have ended because the card is lost."""
+"""Stands for no reading: the last process may have ended because the card is lost."""
 LIST: Final = "--list"
 
 

@@ -28,7 +28,7 @@ class DriftStatus(msgspec.Struct, frozen=True, kw_only=True):
         exceeded: Measures above their limits.
         severity: Greatest measure in units of its limit.
         recent: Mean of recent numbers, or their most frequent label with its share.
-        reference: The same of the reference.
+        reference: The same values of the reference.
         origin: Source of the reference, or `recording`; empty for none.
     """
 

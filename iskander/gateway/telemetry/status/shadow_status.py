@@ -32,7 +32,8 @@ class ShadowStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A pair of versions of a model.
 
     Attributes:
-        state: One of `STATES`; `reason` explains it unless it is `comparing`.
+        state: State of the comparison, one of `STATES`; `reason` explains a state that is not
+            `comparing`.
         share: Share of the requests that is selected.
         rows: Compared rows.
         disagreeing: Rows of which any output differs; floats beyond the tolerance.

@@ -67,7 +67,7 @@ class ExportProcess:
         """Start the process, and feed it periodically.
 
         Args:
-            number: Of this gateway process.
+            number: Number of this gateway process.
             listeners: Addresses of each system.
         """
         resource: dict[str, str | int] = {

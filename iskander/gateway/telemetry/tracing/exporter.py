@@ -182,7 +182,7 @@ def main() -> None:
     # Service managers signal all processes; the gateway's end of the socket ends this one.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Not on the cpus of the gateway only, and after its workers.
+    # On all cpus, not only those of the gateway, with a lower priority than the workers.
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.nice(NICE)

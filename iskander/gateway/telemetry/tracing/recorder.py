@@ -30,9 +30,9 @@ from iskander.gateway.telemetry.tracing.sampling import (
 RUNS_MAX: Final = 64
 """Batches in the trace of a request; only requests of many rows are in more."""
 REQUEST_SPANS: Final = 4
-"""Of a request: itself, admission, queue, response."""
+"""Spans of a request: the request, admission, queue, response."""
 RUN_SPANS: Final = 3
-"""Of each of its batches: the batch, dispatch, run."""
+"""Spans of each batch of a request: the batch, dispatch, run."""
 
 
 class Recorder:
