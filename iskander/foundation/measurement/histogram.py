@@ -56,7 +56,7 @@ class Histogram:
 
     def record(self, value: int) -> None:
         """Count a value; in the path of every batch."""
-        # Not `bisect_left`: its call from compiled code costs as much as the rest.
+        # A call of `bisect_left` from compiled code would cost as much as the rest.
         low, high, bounds = 0, len(self.bounds), self.bounds
         while low < high:
             middle = (low + high) >> 1

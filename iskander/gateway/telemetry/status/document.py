@@ -51,12 +51,13 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A model version.
 
     Attributes:
-        state: One of `STATES`.
+        state: State of the model, one of `STATES`.
         reason: Why it is not ready, or why changed files of it are not served.
-        isolated: It runs in a dedicated worker, because its batches crashed others.
+        isolated: The model runs in a dedicated worker, because its batches crashed shared workers.
         row_relation: Whether its rows affect each other's results, and the effect.
         workers: Workers that accept its batches.
-        requests_per_s: In the last interval, as `rows_per_s`.
+        requests_per_s: Requests completed per second of the last interval; `rows_per_s` are their
+            rows.
         total_p50_ms: From the arrival of a request to its results, in the last interval.
         oldest_s: Age of the oldest queued request.
         batch_rows: Mean rows of a batch.
