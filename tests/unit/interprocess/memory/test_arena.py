@@ -114,6 +114,20 @@ def new_lease(arena: Arena, length_bytes: int = GRAIN_BYTES) -> Lease:
     return lease
 
 
+def test_range_is_free_after_its_last_holder() -> None:
+    """A shadow run or a sample holds the lease of a finished request."""
+    arena = Arena(CAPACITY)
+    lease = arena.lease(CAPACITY)
+    assert lease is not None
+    lease.holders += 1
+
+    arena.give_back(lease)
+    assert arena.is_live(lease) and arena.lease(1) is None
+    arena.give_back(lease)
+
+    assert not arena.is_live(lease) and arena.lease(CAPACITY) is not None
+
+
 def test_stale_lease_is_rejected_after_its_offset_is_leased_again() -> None:
     """Both leases have the same address, so only the generation differs."""
     arena = Arena(CAPACITY)
