@@ -60,7 +60,7 @@ def register_protocol(name: str) -> Callable[[Factory], Factory]:
 
 
 def on_metric(listener: Subscriber) -> Subscriber:
-    """Decorate a callback for the name, value and labels of every point.
+    """Decorate a callback that receives the name, value and labels of every point of a metric.
 
     The gateway loop calls it, so it has to be fast. Its first exception is logged.
     """
@@ -77,7 +77,7 @@ def serve(file: str | Path, *, overrides: Sequence[str] = ()) -> None:
 
     Raises:
         ConfigError: The file is invalid, or configures several processes.
-        SystemExit: The start or the drain failed; the exit code is that of the command.
+        SystemExit: The start or the drain failed; the exit code is the code of the command.
     """
     config = load_config(Path(file), overrides=tuple(overrides)).config
     if config.server.processes > 1:
@@ -85,4 +85,4 @@ def serve(file: str | Path, *, overrides: Sequence[str] = ()) -> None:
             "server.processes above 1 is not supported in an embedded gateway: other processes do "
             "not have the policies and callbacks of this program"
         )
-    main(["--config", str(file), *(word for each in overrides for word in ("--set", each))])
+    main(["--config", str(file), *(word for override in overrides for word in ("--set", override))])

@@ -17,17 +17,17 @@ class Addresses(NamedTuple):
 
     Attributes:
         preferred: Address of the server that a client prefers; None: no preference.
-        others: Those of the others.
+        others: Addresses of the other servers.
     """
 
     preferred: str | None
     others: tuple[str, ...]
 
     def open(self, options: Mapping[str, Any]) -> Client:
-        """Open a client of them.
+        """Open a client of these servers.
 
         Raises:
-            NotReady: There is none.
+            NotReady: There is no address.
         """
         if self.preferred is None and not self.others:
             raise NotReady("no server is known")
@@ -35,10 +35,10 @@ class Addresses(NamedTuple):
 
 
 class Servers(Protocol):
-    """Source of addresses; sent to the processes of an engine."""
+    """Finds addresses of servers; an engine sends the object to its processes."""
 
     def addresses(self) -> tuple[str, ...]:
-        """All addresses that were known at the start, for other nodes."""
+        """Return all addresses that were known at the start, for other nodes."""
 
     def look_up(self) -> Addresses:
         """Return the current addresses for this node."""

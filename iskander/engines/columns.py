@@ -1,4 +1,4 @@
-"""Columns of a scored dataset: those that are sent, those that are kept, and the results.
+"""Columns of a scored dataset: sent columns, kept columns, and the results.
 
 Runs in: drivers and processes of engines. Pure.
 """
@@ -22,7 +22,8 @@ class Columns:
 
     Attributes:
         model: Name of the model.
-        inputs: Names in the data of the model's inputs and of the columns it ranks within.
+        inputs: Columns of the data that the model reads: its inputs, and the columns that group
+            rows for ranks.
         results: Fields of the results, nullable.
         keep: Columns of the data in the output; None: all.
     """
@@ -32,12 +33,12 @@ class Columns:
     results: pa.Schema
     keep: tuple[str, ...] | None
 
-    def kept(self, names: Sequence[str]) -> list[str]:
-        """Return the kept ones of the data's columns.
+    def kept_columns(self, names: Sequence[str]) -> list[str]:
+        """Return the columns of the data that the output keeps.
 
         Raises:
             ConfigError: A column of `keep` is missing.
-            ContractError: A kept column has the name of a result, or of another one.
+            ContractError: A kept column has the name of a result, or of another kept column.
         """
         kept = list(names) if self.keep is None else list(self.keep)
         for name in kept:
@@ -65,8 +66,11 @@ class Columns:
                     column=name,
                 )
 
-    def sent(self, names: Sequence[str]) -> list[str]:
-        """Return the columns that the model needs, in the order of the data; `a` for `a.b`."""
+    def sent_columns(self, names: Sequence[str]) -> list[str]:
+        """Return the columns of the data with the model's inputs, in order.
+
+        The input `a.b` is in `a`.
+        """
         wanted = {name if name in names else name.partition(".")[0] for name in self.inputs if name}
         return [name for name in names if name in wanted]
 
@@ -75,7 +79,7 @@ def require_cuttable(description: ModelDescription, engine: str, function: str) 
     """Require a model whose rows an engine may cut into batches.
 
     Raises:
-        ContractError: It takes all rows of a table in one request.
+        ContractError: The model takes all rows of a table in one request.
     """
     if description.is_whole:
         raise ContractError(
@@ -95,12 +99,12 @@ def plan_columns(
     columns: Mapping[str, str] | None = None,
     keep: Sequence[str] | None = None,
 ) -> Columns:
-    """Plan the columns of a dataset, and check them as far as they are known.
+    """Plan the columns of a dataset, and check the columns that are known.
 
     Args:
         description: The model.
-        schema: Columns of the dataset; None: unknown.
-        names: Their names, if these are known without types.
+        schema: Schema of the dataset; None: unknown.
+        names: Names of the dataset's columns, if only the names are known.
         columns: Name of the dataset's column for an input's name, where they differ.
         keep: Columns of the dataset in the output; None: all.
 
@@ -126,21 +130,21 @@ def plan_columns(
         plan.require_distinct(list(plan.keep or ()))
         return plan
     if schema is not None:
-        sent = set(plan.sent(names))
-        # With a column missing, all of them, so that the error can suggest a name.
-        is_complete = all(_column(name, names) in names for name in plan.inputs)
+        sent = set(plan.sent_columns(names))
+        # If a column is missing, match all columns, so that the error can suggest a name.
+        is_complete = all(_column_or_struct(name, names) in names for name in plan.inputs)
         matched = [field for field in schema if field.name in sent or not is_complete]
         Matching(description, pa.schema(matched), columns=given)
-    plan.kept(names)
+    plan.kept_columns(names)
     return plan
 
 
-def _column(name: str, names: Sequence[str]) -> str:
-    """Column of an input: the struct `a` for `a.b`, unless a column has that name."""
+def _column_or_struct(name: str, names: Sequence[str]) -> str:
+    """Return the column of an input: the struct `a` for `a.b`, unless a column is named `a.b`."""
     return name if name in names else name.partition(".")[0]
 
 
-def joined(plan: Columns, kept: pa.Table, results: pa.Table) -> pa.Table:
+def join_columns(plan: Columns, kept: pa.Table, results: pa.Table) -> pa.Table:
     """Return the kept columns and the results as one table.
 
     Raises:

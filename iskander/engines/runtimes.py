@@ -15,7 +15,7 @@ from iskander.errors import IskanderError
 from iskander.lake.execution import require_runtimes, runtime_terms
 
 CALL_S: Final = 5.0
-"""Time limit of a description. A server that is later than that checks the terms of each call."""
+"""Time limit of a call that describes the model; a slower server checks the terms of each call."""
 
 
 def common_runtimes(
@@ -27,10 +27,11 @@ def common_runtimes(
 ) -> dict[str, str]:
     """Require equal runtimes of all servers that answer; return the terms for the job's calls.
 
-    With these terms, a server that did not answer or joins later rejects calls if it differs.
+    With these terms, a server that did not answer or joins later rejects calls if its runtime
+    differs.
 
     Args:
-        description: The model, as one of the servers describes it.
+        description: Description of the model by one of the servers.
         addresses: Addresses of all servers.
         options: Options of the clients of the job.
         open_client: Opens a client of one address.

@@ -16,7 +16,7 @@ import pyarrow as pa
 from iskander.client import Client
 from iskander.client.calls.retry import is_gateway_failure, is_retryable
 from iskander.engines.addresses import Servers
-from iskander.engines.columns import Columns, joined
+from iskander.engines.columns import Columns, join_columns
 from iskander.errors import IskanderError
 from iskander.foundation import clock
 from iskander.lake.rows import ErrorBudget, RowPolicy
@@ -24,18 +24,19 @@ from iskander.lake.rows import ErrorBudget, RowPolicy
 PAUSE_S: Final = 0.2
 """Pause after a call that no server answered, with all its retries."""
 TTL_MS: Final = 3_600_000
-"""Time in the queue: the server's default is for interactive calls."""
+"""Time that a call may wait in the server's queue; the server's default is for interactive
+calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreSpec:
-    """What the actors of a dataset need; small, and sent to each of them.
+    """Arguments of the actors that score a dataset; small, since each actor receives a copy.
 
     Attributes:
-        version: Version of the model, pinned.
+        version: Version of the model for all calls.
         columns: Columns of the dataset.
         renamed: Name of the dataset's column for an input's name, where they differ.
-        servers: Source of addresses.
+        servers: Finds the addresses of the servers.
         client: Options of the clients.
         runtimes: Terms of the calls, which only servers with the driver's runtimes accept.
         on_error: `fail` or `null`.
@@ -58,7 +59,7 @@ class Scorer:
     """Class for `map_batches`: tables in, kept columns and results out.
 
     Args:
-        spec: What to score with.
+        spec: Model, columns and servers of the scoring.
     """
 
     def __init__(self, spec: ScoreSpec) -> None:
@@ -68,27 +69,30 @@ class Scorer:
         self._client = self._addresses.open(spec.client)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Score a table, with a limit of rejected rows of its own.
+        """Score a table; the limit of rejected rows counts the rows of this table only.
 
         Raises:
-            IskanderError: Its columns do not match, no server is available in time, or the server
-                rejects it.
+            IskanderError: The table's columns do not match, no server is available in time, or the
+                server rejects it.
         """
         return self.task()(table)
 
     def task(self) -> Callable[[pa.Table], pa.Table]:
-        """Return a function that scores tables, which have one limit of rejected rows together."""
+        """Return a function that scores tables.
+
+        One limit of rejected rows counts all its tables.
+        """
         spec = self._spec
         policy = RowPolicy(spec.on_error, spec.columns.results, ErrorBudget())
         return partial(self._score_table, policy)
 
     def _score_table(self, policy: RowPolicy, table: pa.Table) -> pa.Table:
         plan = self._spec.columns
-        kept = table.select(plan.kept(table.column_names))
+        kept = table.select(plan.kept_columns(table.column_names))
         if not table.num_rows:
-            return joined(plan, kept, plan.results.empty_table())
-        # In one piece, so that it is one call.
-        sent = table.select(plan.sent(table.column_names)).combine_chunks()
+            return join_columns(plan, kept, plan.results.empty_table())
+        # The table gets one chunk, so that it is one call.
+        sent = table.select(plan.sent_columns(table.column_names)).combine_chunks()
         try:
             results = self._score(sent)
         except IskanderError as error:
@@ -97,10 +101,10 @@ class Scorer:
             (batch,) = sent.to_batches()
             outcome = policy.handle(batch, error, self._score_batch)
             results = pa.Table.from_batches([outcome.results])
-        return joined(plan, kept, results)
+        return join_columns(plan, kept, results)
 
     def _score(self, sent: Any) -> Any:  # noqa: ANN401
-        """Score with any server, for as long as a batch waits for one."""
+        """Score a table with any server; wait for a server up to the batch's wait time."""
         end_ns: int | None = None
         while True:
             client = self._client
@@ -108,7 +112,7 @@ class Scorer:
                 return self._call(client, sent)
             except IskanderError as error:
                 if client is not self._client:
-                    continue  # Another thread has replaced it, and so ended the call.
+                    continue  # Another thread has replaced the client, and so ended the call.
                 if not is_retryable(error) and not is_gateway_failure(error):
                     raise
                 now_ns = clock.now_ns()

@@ -15,7 +15,7 @@ from iskander.ray import cluster
 from iskander.ray.node_server import local_socket
 
 STATUS_S: Final = 3.0
-"""Time for the actors of a fleet to answer; a restarting one does not."""
+"""Time for the actors of a fleet to answer; a restarting actor does not answer."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class FixedServers:
     unplaced: tuple[str, ...] = ()
 
     def addresses(self) -> tuple[str, ...]:
-        """All addresses."""
+        """Return all addresses."""
         return (*self.by_node.values(), *self.unplaced)
 
     def look_up(self) -> Addresses:
@@ -41,7 +41,7 @@ class FixedServers:
             host = cluster.own_host()
             here = (each for each in self.unplaced if each.rpartition(":")[0].strip("[]") == host)
             own = next(here, None)
-        return Addresses(own, tuple(each for each in self.addresses() if each != own))
+        return Addresses(own, tuple(address for address in self.addresses() if address != own))
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class FleetServers:
     by_node: Mapping[str, str]
 
     def addresses(self) -> tuple[str, ...]:
-        """All addresses that were known at the start."""
+        """Return all addresses that were known at the start."""
         return tuple(self.by_node.values())
 
     def look_up(self) -> Addresses:
-        """Return the addresses of all servers; those that are not ready have their last one.
+        """Return the addresses of all servers; for a server that is not ready, its last address.
 
-        That of the own node is its unix socket, which has shared memory, unless this process cannot
-        see it.
+        The address of the own node's server is its unix socket, which has shared memory, unless
+        this process cannot see the socket.
         """
         actors = cluster.named_actors(self.prefix)
         ready = {key: str(each["address"]) for key, each in ready_statuses(actors).items()}
-        known = {key: each for key, each in {**self.by_node, **ready}.items() if key in actors}
+        known = {key: entry for key, entry in {**self.by_node, **ready}.items() if key in actors}
         node_id = cluster.own_node_id()
         own = known.pop(node_id, None)
         if (socket := local_socket(f"{self.prefix}{node_id}")).is_symlink():
@@ -77,7 +77,7 @@ class FleetServers:
 
 
 def ready_statuses(actors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the status of each server that is ready, by node id, of actors by node id."""
+    """Return the status of each ready server by node id, from actors by node id."""
     results = cluster.call_each(actors, "status", timeout_s=STATUS_S)
     return {
         node_id: result

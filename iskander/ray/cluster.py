@@ -16,7 +16,7 @@ from iskander.errors import ConfigError, NotReady
 NAMESPACE: Final = "iskander"
 """Namespace of all actors of fleets, so that every driver of the cluster finds them."""
 SERVER_CALLS: Final = 8
-"""Concurrent calls of an actor with a server; a call that waits does not block the others."""
+"""Concurrent calls of a server's actor; a call that waits does not block other calls."""
 
 _NOT_INSTALLED: Final = (
     "iskander.ray needs Ray, which is not installed: `pip install 'iskander[ray]'`"
@@ -47,7 +47,9 @@ def ray() -> Any:  # noqa: ANN401
 
 
 def connect(address: str) -> None:
-    """Connect this process to a cluster; `auto` is one of this machine, `local` starts a new one.
+    """Connect this process to a cluster.
+
+    `auto` is a cluster of this machine, `local` a new cluster.
 
     Raises:
         ConfigError: Ray is not installed, or there is no cluster.
@@ -105,11 +107,11 @@ def start_actor(
     num_gpus: float,
     is_detached: bool,
 ) -> Any:  # noqa: ANN401
-    """Start a named actor on one node; Ray restarts it there as long as the node is alive.
+    """Start a named actor on a node; Ray restarts it there as long as the node is alive.
 
-    It reserves no CPU: with a fraction of each CPU reserved, tasks of Ray Data that need a whole
-    one would wait for ever. The arguments are small and plain, since a restart fails if Ray has
-    put them in its object store.
+    The actor reserves no CPU: with a fraction of each CPU reserved, tasks of Ray Data that need
+    a whole CPU would wait for ever. The arguments are small and plain, since a restart fails if Ray
+    has put them in its object store.
 
     Raises:
         ConfigError: There is an actor with this name.
@@ -143,7 +145,7 @@ def named_actors(prefix: str) -> dict[str, Any]:
         if entry["namespace"] == NAMESPACE and name.startswith(prefix):
             try:
                 found[name.removeprefix(prefix)] = module.get_actor(name, namespace=NAMESPACE)
-            except ValueError:  # It has ended in the meantime.
+            except ValueError:  # The actor has ended in the meantime.
                 continue
     return found
 
@@ -168,7 +170,7 @@ def call_each(actors: Mapping[str, Any], method: str, *, timeout_s: float) -> di
 
 
 def is_dead(result: object) -> bool:
-    """Whether an actor has ended for good; Ray may start others again."""
+    """Return whether an actor has ended for good; Ray may still restart any other actor."""
     exceptions = ray().exceptions
     return isinstance(result, exceptions.RayActorError) and not isinstance(
         result, exceptions.ActorUnavailableError
@@ -194,7 +196,7 @@ def start_task(function: Callable[..., Any], *arguments: object, retries: int) -
 
 @functools.cache
 def _remote(function: Callable[..., Any]) -> Any:  # noqa: ANN401
-    """Return a function for tasks; each `remote` of Ray sends it to the cluster once more."""
+    """Return Ray's form of a function for tasks; cached, so that Ray sends it once."""
     return ray().remote(function)
 
 
@@ -224,6 +226,6 @@ def cancel_task(task: Any) -> None:  # noqa: ANN401
 
 
 def first_line(error: object) -> str:
-    """Return the last line of an error's text that says something, for a message."""
+    """Return the last line of an error's text that is not empty, for a message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

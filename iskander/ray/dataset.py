@@ -29,7 +29,7 @@ BLOCK_ROWS: Final = 65_536
 CALLS: Final = 4
 """Concurrent batches of an actor."""
 TASKS_IN_FLIGHT: Final = 6
-"""Blocks that are sent ahead to an actor, those being scored included."""
+"""Blocks that are sent to an actor in advance, including blocks in progress."""
 MEMORY_BYTES: Final = 512 << 20
 """Memory that Ray reserves for an actor. Ray spreads actors without any reservation at random."""
 ON_ERROR: Final = ("fail", "null")
@@ -54,20 +54,21 @@ def score(  # noqa: PLR0913 - options of one job, all by keyword
 ) -> Any:  # noqa: ANN401
     """Return a dataset with the kept columns and the model's results; it is scored when consumed.
 
-    Each actor prefers the server of its node, and uses the others while that one is gone. A batch
-    may be scored twice after a failure; each row is in the output once.
+    Each actor prefers the server of its node, and uses the other servers while that server is gone.
+    A batch may be scored twice after a failure; each row is in the output once.
 
     Args:
         dataset: A `ray.data.Dataset`.
-        model: Its name.
+        model: Name of the model.
         target: A fleet, addresses, or a table of addresses by node id.
         version: Version or alias; None: the server's routing decides, once for all rows.
         columns: Name of the dataset's column for an input's name, where they differ.
         keep: Columns of the dataset in the output; None: all.
         batch_rows: Rows of a batch.
-        block_rows: Rows of the blocks that the data is cut into for the actors; None: as it is.
-        concurrency: Number of actors, or (minimum, maximum); None: one to two for each server.
-        num_cpus: CPUs that Ray reserves for each actor; a fraction leaves others no whole CPU.
+        block_rows: Rows of the blocks into which the data is cut for the actors; None: the data's
+            own blocks.
+        concurrency: Number of actors, or (minimum, maximum); None: one to two actors per server.
+        num_cpus: CPUs that Ray reserves for each actor; a fraction leaves other tasks no whole CPU.
         on_error: `fail`, or `null` for null results of the rows that the model rejects.
         timeout_s: Timeout of a batch, retries included.
         wait_s: Time for which a batch waits while no server is available.
@@ -82,8 +83,8 @@ def score(  # noqa: PLR0913 - options of one job, all by keyword
     """
     data = cluster.ray().data
     _require_options(data, dataset, on_error, batch_rows=batch_rows, block_rows=block_rows)
-    servers, options = _servers(target, client or {})
-    pool = _pool(data, concurrency, len(servers.addresses()))
+    servers, options = _servers_and_options(target, client or {})
+    pool = _actor_pool(data, concurrency, len(servers.addresses()))
     description, runtimes = _describe(servers, options, model, version)
     require_separable(on_error, description)
     schema, names = _known_columns(dataset)
@@ -130,7 +131,7 @@ def _require_options(
             raise ConfigError(f"`{name}` is {count}; the minimum is 1")
 
 
-def _servers(
+def _servers_and_options(
     target: Fleet | str | Sequence[str] | Mapping[str, str], client: Mapping[str, Any]
 ) -> tuple[Servers, dict[str, Any]]:
     """Return the servers of a target, and the options of clients."""
@@ -142,7 +143,7 @@ def _servers(
 def _describe(
     servers: Servers, options: Mapping[str, Any], model: str, version: str | None
 ) -> tuple[ModelDescription, dict[str, str]]:
-    """Describe the model of all servers; return the terms of their runtimes, too."""
+    """Describe the model of all servers; return the description and the terms of the runtimes."""
     addresses = servers.addresses()
     with Client(addresses, **options) as client:
         description = client.model(model, version=version).description
@@ -150,8 +151,8 @@ def _describe(
     return description, common_runtimes(description, addresses, options)
 
 
-def _pool(data: Any, concurrency: int | tuple[int, int] | None, servers: int) -> Any:  # noqa: ANN401
-    """Return the pool of actors."""
+def _actor_pool(data: Any, concurrency: int | tuple[int, int] | None, servers: int) -> Any:  # noqa: ANN401
+    """Return the pool of actors for a number of servers."""
     if concurrency is None:
         least, most = servers, 2 * servers
     elif isinstance(concurrency, int):
@@ -172,16 +173,18 @@ def _pool(data: Any, concurrency: int | tuple[int, int] | None, servers: int) ->
     )
 
 
-class _Known(NamedTuple):
+class _KnownColumns(NamedTuple):
+    """Columns that are known before the dataset runs: with types, by name only, or not at all."""
+
     schema: pa.Schema | None
     names: list[str] | None
 
 
-def _known_columns(dataset: Any) -> _Known:  # noqa: ANN401
-    """Columns of a dataset that are known without running it."""
+def _known_columns(dataset: Any) -> _KnownColumns:  # noqa: ANN401
+    """Return the columns of a dataset that are known without running the dataset."""
     found = dataset.schema(fetch_if_missing=False)
     if found is None:
-        return _Known(None, None)
+        return _KnownColumns(None, None)
     if isinstance(found.base_schema, pa.Schema):
-        return _Known(found.base_schema, None)
-    return _Known(None, list(found.names))
+        return _KnownColumns(found.base_schema, None)
+    return _KnownColumns(None, list(found.names))

@@ -25,7 +25,7 @@ from iskander.ray.node_server import STOP_S, NodeServer
 
 START_S: Final = 300.0
 FAILURES_MAX: Final = 2
-"""Failed starts in a row of a server after which the start of the fleet fails."""
+"""Number of failed starts in a row of one server after which the start of the fleet fails."""
 _POLL_S: Final = 0.1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 
@@ -33,7 +33,7 @@ Nodes: TypeAlias = Collection[str] | Callable[[Mapping[str, Any]], bool]
 
 
 class Fleet:
-    """One server on each alive node.
+    """One server on each alive node of a Ray cluster.
 
     The servers listen on the network, which needs tokens and TLS of a configuration, or
     `allow_unprotected_network`. They end with the driver or with this object, unless the fleet is
@@ -44,14 +44,15 @@ class Fleet:
         config: Path of a configuration, the same on each node, whose addresses are replaced.
         name: Name of the fleet for other drivers; None: a random one.
         nodes: Ids of the nodes, or a function that selects entries of `ray.nodes()`; None: all.
-        address_of: Returns the host or IP address of an entry of `ray.nodes()` for other nodes;
-            None: the address that Ray uses.
-        port: Port of each server; 0: a free one from 20000 on.
+        address_of: Function that returns the address at which other nodes reach an entry of
+            `ray.nodes()`; None: the address that Ray uses.
+        port: Port of each server; 0: a free port from 20000 on.
         token: Token for probes and for `score`, if the configuration has tokens; the actors get it.
         allow_unprotected_network: Let everybody who reaches the network of the cluster use the
             servers, without TLS or without tokens, like Ray's own ports.
-        num_gpus: GPUs of each node that Ray reserves for its server; others are not visible to it.
-        is_detached: Leave the servers running when this driver ends.
+        num_gpus: GPUs of each node that Ray reserves for its server; the server sees only these
+            GPUs.
+        is_detached: Whether the servers keep running when this driver ends.
         timeout_s: Time for all servers to become ready.
 
     Raises:
@@ -75,7 +76,7 @@ class Fleet:
         is_detached: bool = False,
         timeout_s: float = START_S,
     ) -> None:
-        given = [each for each in (model, config) if each is not None]
+        given = [path for path in (model, config) if path is not None]
         if len(given) != 1:
             raise ConfigError("a fleet serves a model or a configuration; give one of the two")
         self.name = name or f"fleet-{uuid.uuid4().hex[:8]}"
@@ -99,16 +100,16 @@ class Fleet:
 
     @classmethod
     def connect(cls, name: str, *, token: str | None = None) -> Fleet:
-        """Return a fleet that this or another driver started.
+        """Return a fleet that this driver or another driver started.
 
-        `refresh` of the result starts servers on all nodes without one, with Ray's addresses.
+        `refresh` of the result starts servers on all nodes without a server, with Ray's addresses.
 
         Raises:
             NotReady: There is no fleet with this name, or it does not answer.
         """
         actors = cluster.named_actors(_prefix(name))
         found = cluster.call_each(actors, "spec", timeout_s=STATUS_S).values()
-        spec = next((each for each in found if isinstance(each, dict)), None)
+        spec = next((answer for answer in found if isinstance(answer, dict)), None)
         if spec is None:
             raise NotReady(f"no fleet {name!r} answers in this cluster")
         fleet = cls.__new__(cls)
@@ -154,7 +155,7 @@ class Fleet:
         Raises:
             ConfigError: The model is not readable on a node, or no node is selected.
             NotReady: A server does not start.
-            DeadlineExceeded: It is not ready in time.
+            DeadlineExceeded: A server is not ready in time.
         """
         nodes = {node.id: node for node in cluster.alive_nodes() if self._selects(node)}
         if not nodes:
@@ -213,17 +214,19 @@ class Fleet:
             for node_id, result in results.items():
                 last[node_id] = result
                 if cluster.is_dead(result):
-                    raise _at(nodes[node_id], _dead(result))
+                    raise _with_node(nodes[node_id], _dead_actor_error(result))
                 if not isinstance(result, dict):
                     continue
                 if result["is_ready"]:
                     del waiting[node_id]
                 elif (error := _failure(result)) is not None:
-                    raise _at(nodes[node_id], error)
+                    raise _with_node(nodes[node_id], error)
             if waiting and clock.now_ns() > end_ns:
                 node_id = next(iter(waiting))
                 text = f"the server is not ready after {timeout_s:g} s (`timeout_s`)"
-                raise _at(nodes[node_id], DeadlineExceeded(f"{text}: {_state(last.get(node_id))}"))
+                raise _with_node(
+                    nodes[node_id], DeadlineExceeded(f"{text}: {_state(last.get(node_id))}")
+                )
             if waiting:
                 clock.pause_s(_POLL_S)
 
@@ -241,7 +244,7 @@ def _failure(status: Mapping[str, Any]) -> IskanderError | None:
     return error if is_final else None
 
 
-def _dead(result: object) -> NotReady:
+def _dead_actor_error(result: object) -> NotReady:
     text = cluster.first_line(result)
     return NotReady(f"its actor ended: {text}; is iskander installed there in the same version?")
 
@@ -254,7 +257,7 @@ def _state(status: object) -> str:
     return "it is starting" if error is None else str(error["message"])
 
 
-def _at(node: ClusterNode, error: IskanderError) -> IskanderError:
-    """Return an error that names its node."""
+def _with_node(node: ClusterNode, error: IskanderError) -> IskanderError:
+    """Return the same error with its node in the message and fields."""
     text = f"node {node.id[:8]} ({node.host}): {error.message}"
     return type(error)(text, node=node.id, **error.fields)

@@ -4,9 +4,9 @@
     (restarts the actor)     (restarts the gateway)
 
 The gateway listens on a unix socket for the actors of its node, and on a TCP port for the others.
-A symbolic link leads to the socket, so that its address stays while actors and gateways change.
-The kernel ends it with the actor's process, also after SIGKILL. A new gateway of the same node
-takes the same port if it is free.
+A symbolic link leads to the socket, so that the socket's address stays while actors and gateways
+change. The kernel ends the gateway with the actor's process, also after SIGKILL. A new gateway of
+the same node takes the same port if the port is free.
 
 Runs in: an actor of Ray; one thread beside its calls. Does not use Ray.
 """
@@ -30,30 +30,34 @@ from iskander.lake.run.server import PrivateServer, prepared_server, temporary_f
 
 PORT_FIRST: Final = 20_000
 PORTS: Final = 8_000
-"""Ports below those that the system gives out, and above those of Ray's workers."""
+"""Number of ports from `PORT_FIRST` on; all lie below the ports that the system gives out, and
+above the ports of Ray's workers."""
 PORTS_TRIED: Final = 50
 LINK: Final = "isk-node-"
 """Start of the names of links to sockets, in the folder for temporary files."""
 LINKS_MAX: Final = 100
-"""Links that are looked at when a server is ready."""
+"""Maximum number of links that are checked when a server is ready."""
 STOP_S: Final = 25.0
 BACKOFF_FIRST_S: Final = 0.5
 BACKOFF_MAX_S: Final = 30.0
 _POLL_S: Final = 0.2
-_PORT_TAKEN: Final = "cannot listen"
+
+
+class _PortTakenError(Exception):
+    """Another process took the chosen port before the gateway could listen on the port."""
 
 
 class NodeServer:
-    """A gateway that is started again as often as it ends.
+    """A gateway that is started again each time that it ends.
 
     Args:
         source: Path of a model, or of a configuration.
-        is_config: Whether it is a configuration.
+        is_config: Whether `source` is a configuration.
         host: Address of this node for other nodes, on which the gateway listens.
-        port: Its port; 0: a free one that depends on `key`.
+        port: Port on `host`; 0: a free port that depends on `key`.
         key: Key of this server in its cluster.
         token: Token for probes, if the configuration has tokens.
-        is_unprotected: Whether it may listen on the network without TLS or tokens.
+        is_unprotected: Whether the gateway may listen on the network without TLS or tokens.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class NodeServer:
         self._failures = 0
         self._starts = 0
         self._stopped = threading.Event()
-        # Ray sets it to the CPUs of this actor, which are none.
+        # Ray sets the variable to the CPUs of this actor, which reserves none.
         os.environ.pop("OMP_NUM_THREADS", None)
         self._thread = threading.Thread(target=self._run, name="node-server", daemon=True)
         self._thread.start()
@@ -124,6 +128,8 @@ class NodeServer:
         while not self._stopped.is_set():
             try:
                 self._serve()
+            except _PortTakenError:
+                continue  # The next start takes another port.
             except IskanderError as error:
                 self._fail(error)
             except OSError as error:
@@ -131,8 +137,6 @@ class NodeServer:
 
     def _fail(self, error: IskanderError) -> None:
         """Record a failure, and wait before the next start."""
-        if _PORT_TAKEN in error.message and not self._port and not self._failures:
-            return  # Another process was faster; the next start takes another port.
         self._error = error
         self._failures += 1
         self._stopped.wait(backoff(self._failures, BACKOFF_FIRST_S, BACKOFF_MAX_S))
@@ -154,15 +158,25 @@ class NodeServer:
                 if self._stopped.is_set():
                     return
                 server.start()
-                _link(local_socket(self._key), Path(server.address.removeprefix("unix:")))
+                _point_link_to(local_socket(self._key), Path(server.address.removeprefix("unix:")))
                 self._failures, self._error = 0, None
                 while not self._stopped.wait(_POLL_S):
                     lost = server.lost()
                     if lost is not None:
                         raise lost
+            except NotReady:
+                if self._has_lost_port(server):
+                    raise _PortTakenError from None
+                raise
             finally:
                 self._server = None
                 self._starts += server.starts
+
+    def _has_lost_port(self, server: PrivateServer) -> bool:
+        """Return whether the gateway has ended, and another process has the port that was free."""
+        if self._port or self._failures or server.lost() is None:
+            return False
+        return not _is_free(self._host, int(self._address.rpartition(":")[2]))
 
     def _free_address(self) -> str:
         """Return the first free port of this node's sequence."""
@@ -182,12 +196,12 @@ def local_socket(key: str) -> Path:
     return temporary_folder() / f"{LINK}{digest}"
 
 
-def _link(path: Path, socket_path: Path) -> None:
-    """Let a path lead to a socket; delete the paths of servers that were killed."""
-    for each in itertools.islice(path.parent.glob(f"{LINK}*"), LINKS_MAX):
-        if not each.exists():
-            with contextlib.suppress(OSError):  # Of another user, or deleted in the meantime.
-                each.unlink()
+def _point_link_to(path: Path, socket_path: Path) -> None:
+    """Make a path a link to a socket; delete the links of servers that were killed."""
+    for link in itertools.islice(path.parent.glob(f"{LINK}*"), LINKS_MAX):
+        if not link.exists():
+            with contextlib.suppress(OSError):  # It is another user's, or deleted.
+                link.unlink()
     new = path.with_suffix(f".{os.getpid()}")
     new.unlink(missing_ok=True)
     new.symlink_to(socket_path)
@@ -195,7 +209,7 @@ def _link(path: Path, socket_path: Path) -> None:
 
 
 def ports(key: str) -> Iterator[int]:
-    """Yield the ports that a server tries, in order; the same ones after a restart."""
+    """Yield the ports that a server tries, in order; a restarted server tries the same ports."""
     first = zlib.crc32(key.encode())
     for index in range(PORTS_TRIED):
         yield PORT_FIRST + (first + index) % PORTS
@@ -220,7 +234,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 _NOT_LOCAL: Final = 99
-"""EADDRNOTAVAIL of Linux."""
+"""The error number EADDRNOTAVAIL of Linux."""
 
 
 def _require_readable(source: str) -> None:

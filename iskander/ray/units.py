@@ -2,12 +2,12 @@
 
 A task reads a unit, scores it on the server of its own node, and writes the results to the staging
 folder of the output, so that all nodes need the storage of the input and the output. The journal
-and the commit stay with the command. Ray runs the task of a lost node again on another one.
+and the commit stay with the command. Ray runs the task of a lost node again on another node.
 
 Ray uses a process for one task after another, and so for the units of a job: the process keeps its
 client, with its connection and its shared memory.
 
-Runs in: the operator's tool; `_run` in processes of Ray.
+Runs in: the operator's tool; `_run_unit` in processes of Ray.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ RETRIES: Final = 5
 STALL_S: Final = 4 * 3600.0
 """Time without a finished unit after which a job fails: a task reports its rows at its end only."""
 SERVERS_S: Final = 60.0
-"""Time in which one server must be known."""
+"""Time in which the address of at least one server must be known."""
 _POLL_S: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
-    """What the tasks of a job have in common; Ray keeps it once on each node."""
+class _JobOfTasks:
+    """Arguments that all tasks of a job have in common; Ray keeps one copy on each node."""
 
     key: str
     job: Job
@@ -60,14 +60,14 @@ class _Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Result:
+class _TaskResult:
     staged: Staged
     finished: Finished
     times: dict[str, float]
 
 
 class RayUnits:
-    """Opens units of one job as tasks; it is `Parts.open_unit` of a runner.
+    """Opens units of one job as tasks of Ray; an object is a runner's `JobSetup.open_unit`.
 
     Args:
         servers: Servers of the cluster.
@@ -84,7 +84,7 @@ class RayUnits:
         with self._mutex:
             if self._work is None:
                 self._work = cluster.put(
-                    _Work(
+                    _JobOfTasks(
                         key=uuid.uuid4().hex,
                         job=shared.job,
                         planned=shared.planned,
@@ -100,7 +100,7 @@ class RayUnits:
 
 
 class RemoteUnit:
-    """A unit in a task of Ray."""
+    """A unit of a job that runs in a task of Ray."""
 
     def __init__(self, work: Any, shared: UnitContext, unit: Unit) -> None:  # noqa: ANN401
         self._work, self._shared, self._unit = work, shared, unit
@@ -113,12 +113,12 @@ class RemoteUnit:
             Cancelled: `cancel` was called.
             NotReady: Ray lost the task more often than `RETRIES`.
         """
-        task = cluster.start_task(_run, self._work, self._unit, retries=RETRIES)
+        task = cluster.start_task(_run_unit, self._work, self._unit, retries=RETRIES)
         while not cluster.is_done(task, within_s=_POLL_S):
             if self._is_cancelled.is_set():
                 cluster.cancel_task(task)
                 raise Cancelled("the unit was dropped")
-        result: _Result | IskanderError = cluster.result_of(task)
+        result: _TaskResult | IskanderError = cluster.result_of(task)
         if isinstance(result, IskanderError):
             raise result
         shared, finished = self._shared, result.finished
@@ -132,12 +132,12 @@ class RemoteUnit:
         self._is_cancelled.set()
 
 
-_opened: Final[dict[str, Client]] = {}
-"""Client of this process by the key of its job; there is one at most."""
+_clients: Final[dict[str, Client]] = {}
+"""The client of this process, if there is one, by the key of its job."""
 
 
-def _run(work: _Work, unit: Unit) -> _Result | IskanderError:
-    """Run a unit in a process of Ray; its errors are values, because Ray changes their types."""
+def _run_unit(work: _JobOfTasks, unit: Unit) -> _TaskResult | IskanderError:
+    """Run a unit in a process of Ray; return errors as values, because Ray changes their types."""
     counters = Counters()
     try:
         shared = UnitContext(
@@ -145,7 +145,7 @@ def _run(work: _Work, unit: Unit) -> _Result | IskanderError:
             planned=work.planned,
             source=work.source,
             stager=work.stager,
-            client=_client(work),
+            client=_client_of_job(work),
             counters=counters,
             budget=work.budget,
             quarantine=work.quarantine,
@@ -155,23 +155,23 @@ def _run(work: _Work, unit: Unit) -> _Result | IskanderError:
         staged, finished = UnitRun(shared, unit).run()
     except IskanderError as error:
         return error
-    return _Result(staged=staged, finished=finished, times=counters.times())
+    return _TaskResult(staged=staged, finished=finished, times=counters.times())
 
 
-def _client(work: _Work) -> Client:
+def _client_of_job(work: _JobOfTasks) -> Client:
     """Return the client of this process, which runs one task at a time."""
-    if work.key not in _opened:
-        while _opened:
-            _opened.popitem()[1].close()
-        _opened[work.key] = _known(work.servers).open(work.options)
-    return _opened[work.key]
+    if work.key not in _clients:
+        while _clients:
+            _clients.popitem()[1].close()
+        _clients[work.key] = _wait_for_addresses(work.servers).open(work.options)
+    return _clients[work.key]
 
 
-def _known(servers: Servers) -> Addresses:
-    """Return the addresses of servers, after waiting for one.
+def _wait_for_addresses(servers: Servers) -> Addresses:
+    """Return the addresses of servers; wait until there is at least one address.
 
     Raises:
-        NotReady: None is known in time.
+        NotReady: No address is known in time.
     """
     deadline_ns = clock.now_ns() + int(SERVERS_S * clock.NS_PER_S)
     while not any(addresses := servers.look_up()):

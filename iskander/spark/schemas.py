@@ -59,19 +59,21 @@ _EXTENSION: Final = b"ARROW:extension:name"
 
 
 def arrow_type(kind: Any) -> pa.DataType | None:  # noqa: ANN401
-    """Return the Arrow type in which Spark sends a type; None if it is not known here."""
+    """Return the Arrow type in which Spark sends a Spark type; None for an unknown type."""
     if isinstance(kind, str):
         return _named_type(kind)
     fields = kind.get("fields", [])
     keys = _PARTS.get(kind["type"], ())
-    items = [arrow_type(each["type"]) for each in fields] or [arrow_type(kind[key]) for key in keys]
+    items = [arrow_type(field["type"]) for field in fields] or [
+        arrow_type(kind[key]) for key in keys
+    ]
     if not items or None in items:
         return None
     if kind["type"] == "array":
         return pa.list_(pa.field("element", items[0]))
     if kind["type"] == "map":
         return pa.map_(*items)
-    return pa.struct([(each["name"], item) for each, item in zip(fields, items, strict=True)])
+    return pa.struct([(entry["name"], item) for entry, item in zip(fields, items, strict=True)])
 
 
 def spark_type(field: pa.Field) -> Any:  # noqa: ANN401
@@ -81,7 +83,7 @@ def spark_type(field: pa.Field) -> Any:  # noqa: ANN401
         ContractError: Spark has no type for it.
     """
     kind = field.type
-    # A type that Arrow does not know is one of its own, with the extension's name as metadata.
+    # A type that Arrow does not know arrives as its storage, with the extension's name as metadata.
     if _EXTENSION in (field.metadata or {}):
         found = None
     else:
@@ -99,8 +101,8 @@ def spark_fields(fields: Sequence[pa.Field]) -> list[dict[str, Any]]:
         ContractError: Spark has no type for one of them.
     """
     return [
-        {"name": each.name, "type": spark_type(each), "nullable": True, "metadata": {}}
-        for each in fields
+        {"name": field.name, "type": spark_type(field), "nullable": True, "metadata": {}}
+        for field in fields
     ]
 
 
@@ -110,7 +112,7 @@ def spark_results(results: pa.Schema) -> pa.Schema:
     Raises:
         ContractError: Spark has no type for one of them.
     """
-    return pa.schema([(each.name, arrow_type(spark_type(each))) for each in results])
+    return pa.schema([(field.name, arrow_type(spark_type(field))) for field in results])
 
 
 def as_batches(table: pa.Table, results: pa.Schema) -> list[pa.RecordBatch]:
@@ -137,17 +139,17 @@ def _named_type(name: str) -> pa.DataType | None:
 
 
 def _parametric_type(field: pa.Field) -> Any:  # noqa: ANN401
-    """Spark type of a result whose Arrow type has parameters; None without one."""
+    """Return the Spark type of a result whose Arrow type has parameters; None if there is none."""
     kind = field.type
     found: Any = None
     if isinstance(kind, pa.FixedShapeTensorType):
-        found = _array(pa.field(field.name, kind.value_type))
+        found = _array_type(pa.field(field.name, kind.value_type))
     elif (
         pa.types.is_list(kind)
         or pa.types.is_large_list(kind)
         or (pa.types.is_fixed_size_list(kind))
     ):
-        found = _array(kind.value_field)
+        found = _array_type(kind.value_field)
     elif pa.types.is_struct(kind):
         found = {"type": "struct", "fields": spark_fields(list(kind))}
     elif pa.types.is_decimal(kind) and kind.precision <= _DECIMAL_DIGITS_MAX:
@@ -159,5 +161,5 @@ def _parametric_type(field: pa.Field) -> Any:  # noqa: ANN401
     return found
 
 
-def _array(item: pa.Field) -> dict[str, Any]:
+def _array_type(item: pa.Field) -> dict[str, Any]:
     return {"type": "array", "elementType": spark_type(item), "containsNull": True}

@@ -23,7 +23,7 @@ from iskander.engines.scorer import ScoreSpec
 from iskander.errors import ConfigError, ContractError
 from iskander.spark.schemas import arrow_type, as_batches, spark_fields, spark_results
 from iskander.spark.servers import node_servers
-from iskander.spark.workers import cut, in_order, open_scorer
+from iskander.spark.workers import cut_tables, in_order, open_scorer
 
 BATCH_ROWS: Final = 4096
 ON_ERROR: Final = ("fail", "null")
@@ -35,8 +35,8 @@ class Scorer:
     Spark sends it to its Python workers; each process opens its clients once.
 
     Args:
-        description: The model.
-        spec: What to score with.
+        description: Description of the model.
+        spec: Model, columns and servers of the scoring.
         batch_rows: Maximum rows of a call.
     """
 
@@ -62,14 +62,14 @@ class Scorer:
             given: Schema of the DataFrame, `df.schema`.
 
         Raises:
-            ConfigError: It is no `StructType`, or a column of `keep` is missing.
+            ConfigError: `given` is no `StructType`, or a column of `keep` is missing.
             ContractError: A column is missing, has another type, or has the name of a result.
         """
         if not hasattr(given, "jsonValue") or not hasattr(given, "fields"):
             kind = type(given).__name__
             raise ConfigError(f"`schema` is of the type {kind}; expected a StructType: `df.schema`")
         fields = {field["name"]: field for field in given.jsonValue()["fields"]}
-        kept = self._checked(fields, [field.name for field in given.fields])
+        kept = self._check_columns(fields, [field.name for field in given.fields])
         results = spark_fields(list(self._spec.columns.results))
         return type(given).fromJson(
             {"type": "struct", "fields": [*(fields[name] for name in kept), *results]}
@@ -86,7 +86,7 @@ class Scorer:
             frame: A DataFrame, of a batch job or of Structured Streaming.
 
         Raises:
-            ConfigError: It is no DataFrame, or a column of `keep` is missing.
+            ConfigError: `frame` is no DataFrame, or a column of `keep` is missing.
             ContractError: A column is missing, has another type, or has the name of a result.
         """
         if not hasattr(frame, "mapInArrow"):
@@ -102,21 +102,21 @@ class Scorer:
                 rejects it.
         """
         score = open_scorer(self._key, self._spec).task()
-        for table in in_order(score, cut(batches, self._batch_rows)):
+        for table in in_order(score, cut_tables(batches, self._batch_rows)):
             yield from as_batches(table, self._results)
 
-    def _checked(self, fields: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    def _check_columns(self, fields: Mapping[str, Any], names: Sequence[str]) -> list[str]:
         """Check the columns of a DataFrame; return the kept ones."""
         plan = self._spec.columns
         types = {name: arrow_type(field["type"]) for name, field in fields.items()}
-        for name in plan.sent(names):
+        for name in plan.sent_columns(names):
             if types[name] is None:
                 kind = fields[name]["type"]
                 text = f"column `{name}` has the Spark type {kind}, which is not supported"
                 raise ContractError(f"{text} as an input", column=name, model=plan.model)
         schema = pa.schema([(name, types[name] or pa.null()) for name in names])
         plan_columns(self._description, schema, columns=self._spec.renamed, keep=plan.keep)
-        return plan.kept(names)
+        return plan.kept_columns(names)
 
 
 def scorer(  # noqa: PLR0913 - options of one job, all by keyword
@@ -146,9 +146,9 @@ def scorer(  # noqa: PLR0913 - options of one job, all by keyword
         keep: Columns of the DataFrame in the output; None: all.
         version: Version or alias; None: the server's routing decides, once for all rows. A
             streaming query keeps the version until it is started again.
-        preferred: Server of each executor's node, used while it is available: an address that is
-            the same on each node, such as `unix:PATH`, or a port on the executor's host. That is
-            `SPARK_LOCAL_HOSTNAME`, `SPARK_LOCAL_IP` or 127.0.0.1.
+        preferred: Server of each executor's node, used while the server is available: an address
+            that is the same on each node, such as `unix:PATH`, or a port on the executor's host.
+            The host is `SPARK_LOCAL_HOSTNAME`, `SPARK_LOCAL_IP` or 127.0.0.1.
         batch_rows: Maximum rows of a call; larger batches of Spark are cut.
         on_error: `fail`, or `null` for null results of the rows that the model rejects.
         timeout_s: Timeout of a batch, retries included.

@@ -20,7 +20,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class NodeServers:
-    """Servers with fixed addresses, and one of each executor's own node.
+    """Servers with fixed addresses, and a server on each executor's own node.
 
     Attributes:
         target: Addresses that all executors and the driver reach.
@@ -32,7 +32,7 @@ class NodeServers:
     preferred: str | int | None = None
 
     def addresses(self) -> tuple[str, ...]:
-        """All addresses that are the same for each executor."""
+        """Return all addresses that are the same for each executor."""
         return self.target
 
     def look_up(self) -> Addresses:
@@ -42,11 +42,11 @@ class NodeServers:
             return Addresses(None, self.target)
         if isinstance(own, int):
             own = f"{_own_host()}:{own}"
-        return Addresses(own, tuple(each for each in self.target if each != own))
+        return Addresses(own, tuple(address for address in self.target if address != own))
 
 
 def node_servers(target: str | Sequence[str], preferred: str | int | None) -> NodeServers:
-    """Return the servers of the arguments of `scorer`.
+    """Return the servers that the arguments of `scorer` name.
 
     Raises:
         ConfigError: There is no address, or the port is invalid.

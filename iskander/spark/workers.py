@@ -18,7 +18,8 @@ from iskander.engines.scorer import Scorer, ScoreSpec
 CALLS: Final = 4
 """Concurrent batches of a task."""
 OPENED_MAX: Final = 8
-"""Scorers that a process keeps: Spark uses it again for other tasks and queries."""
+"""Maximum number of scorers that a process keeps; Spark uses the process for other tasks and
+queries."""
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -27,7 +28,7 @@ _opened: OrderedDict[tuple[int, str], Scorer] = OrderedDict()
 
 
 def open_scorer(key: str, spec: ScoreSpec) -> Scorer:
-    """Return the scorer of this process for a key; its clients are opened at the first use."""
+    """Return the scorer of this process for a key; the first use opens its clients."""
     own = (os.getpid(), key)  # A fork cannot use the connections of its parent.
     found = _opened.pop(own, None) or Scorer(spec)
     _opened[own] = found
@@ -36,8 +37,8 @@ def open_scorer(key: str, spec: ScoreSpec) -> Scorer:
     return found
 
 
-def cut(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.Table]:
-    """Yield tables of up to `rows_max` rows, and none without rows."""
+def cut_tables(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.Table]:
+    """Yield the rows of batches as tables of 1 to `rows_max` rows."""
     for batch in batches:
         for start in range(0, batch.num_rows, rows_max):
             yield pa.Table.from_batches([batch.slice(start, rows_max)])
@@ -60,5 +61,5 @@ def in_order(
         while pending:
             yield pending.popleft().result()
     finally:
-        # Spark waits for the end of the task; calls that nothing needs end by themselves.
+        # Spark waits for the end of the task; calls whose results nothing needs end by themselves.
         pool.shutdown(wait=False, cancel_futures=True)

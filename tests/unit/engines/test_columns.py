@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from iskander.client import ModelDescription
-from iskander.engines.columns import Columns, joined, plan_columns
+from iskander.engines.columns import Columns, join_columns, plan_columns
 from iskander.errors import ConfigError, ContractError
 
 
@@ -29,26 +29,26 @@ SCHEMA = pa.schema({"id": pa.string(), "x": pa.int64(), "z": pa.int64()})
 
 def test_all_columns_are_kept_and_only_inputs_are_sent() -> None:
     plan = plan_columns(MODEL, SCHEMA)
-    assert plan.kept(SCHEMA.names) == ["id", "x", "z"]
-    assert plan.sent(SCHEMA.names) == ["x"]
+    assert plan.kept_columns(SCHEMA.names) == ["id", "x", "z"]
+    assert plan.sent_columns(SCHEMA.names) == ["x"]
     assert plan.results == pa.schema({"y": pa.float32()})
 
 
 def test_keep_and_renamed_inputs() -> None:
     plan = plan_columns(MODEL, SCHEMA, columns={"x": "z"}, keep=["z", "id"])
-    assert plan.kept(SCHEMA.names) == ["z", "id"]
-    assert plan.sent(SCHEMA.names) == ["z"]
+    assert plan.kept_columns(SCHEMA.names) == ["z", "id"]
+    assert plan.sent_columns(SCHEMA.names) == ["z"]
 
 
 def test_struct_is_sent_for_its_fields() -> None:
     model = described({"a.b": pa.int64(), "c.d": pa.int64()}, {"y": pa.int64()})
     names = ["id", "c.d", "c", "a"]
-    assert plan_columns(model, None).sent(names) == ["c.d", "a"]
+    assert plan_columns(model, None).sent_columns(names) == ["c.d", "a"]
 
 
 def test_columns_that_rows_are_ranked_within_are_sent() -> None:
     model = described({"x": pa.int64()}, {"y": pa.int64()}, ranked_within=("z", ""))
-    assert plan_columns(model, SCHEMA).sent(SCHEMA.names) == ["x", "z"]
+    assert plan_columns(model, SCHEMA).sent_columns(SCHEMA.names) == ["x", "z"]
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["types", "names"])
@@ -80,7 +80,7 @@ def test_unknown_columns_are_checked_as_far_as_possible() -> None:
         plan_columns(MODEL, None, keep=["x", "x"])
     plan = plan_columns(MODEL, None)
     with pytest.raises(ContractError, match="column `y` is in the dataset"):
-        plan.kept(["x", "y"])
+        plan.kept_columns(["x", "y"])
 
 
 def test_results_are_appended_with_their_types() -> None:
@@ -89,9 +89,9 @@ def test_results_are_appended_with_their_types() -> None:
     )
     kept = pa.table({"x": [1, 2]})
     results = pa.table({"w": ["a", "b"], "other": [0, 0], "y": [3, 4]})
-    table = joined(plan, kept, results)
+    table = join_columns(plan, kept, results)
     assert table.to_pydict() == {"x": [1, 2], "y": [3, 4], "w": ["a", "b"]}
-    empty = joined(plan, kept.slice(0, 0), plan.results.empty_table())
+    empty = join_columns(plan, kept.slice(0, 0), plan.results.empty_table())
     assert empty.schema == table.schema
     with pytest.raises(ContractError, match="returned 1 rows for 2"):
-        joined(plan, kept, results.slice(0, 1))
+        join_columns(plan, kept, results.slice(0, 1))

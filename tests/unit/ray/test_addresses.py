@@ -10,7 +10,7 @@ import pytest
 from iskander.engines.addresses import Addresses
 from iskander.errors import IskanderError
 from iskander.ray.addresses import FixedServers, FleetServers, fixed_servers
-from iskander.ray.node_server import _link, local_socket
+from iskander.ray.node_server import _point_link_to, local_socket
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_servers_of_a_fleet(statuses: dict[str, Any], tmp_path: Path) -> None:
     assert servers.look_up() == Addresses("b:1", ("a:1", "d:1"))
     statuses["n0"] = {"is_ready": True, "address": "a:2"}
     assert servers.look_up() == Addresses("b:1", ("a:2", "d:1"))
-    _link(local_socket("f/n1"), tmp_path / "server.sock")
+    _point_link_to(local_socket("f/n1"), tmp_path / "server.sock")
     assert servers.look_up() == Addresses(f"unix:{local_socket('f/n1')}", ("a:2", "d:1"))
     del statuses["n1"]
     local_socket("f/n1").unlink()
@@ -58,8 +58,8 @@ def test_path_of_a_node_leads_to_its_present_socket(
     assert len({path, *others}) == 3
     for name in ("first", "second"):
         (tmp_path / name).touch()
-        _link(path, tmp_path / name)
+        _point_link_to(path, tmp_path / name)
         assert path.resolve() == tmp_path / name
-    _link(others[0], tmp_path / "gone")
-    _link(others[1], tmp_path / "second")
+    _point_link_to(others[0], tmp_path / "gone")
+    _point_link_to(others[1], tmp_path / "second")
     assert sorted(tmp_path.glob("isk-*")) == sorted([path, others[1]])

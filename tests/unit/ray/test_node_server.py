@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.processes import eventually
 
-from iskander.errors import ConfigError, IskanderError
+from iskander.errors import ConfigError, IskanderError, NotReady
 from iskander.ray import node_server
 from iskander.ray.fleet import Fleet
 from iskander.ray.node_server import NodeServer, ports
@@ -28,6 +30,53 @@ def test_port_that_is_taken_is_left_out() -> None:
         node_server._is_free("10.255.255.1", 20_000)
     with pytest.raises(ConfigError, match="cannot be resolved"):
         node_server._is_free("no-such-host.invalid", 20_000)
+
+
+class _Gateway:
+    """A gateway whose first port another process takes before the gateway listens."""
+
+    pid, starts = 1, 1
+
+    def __init__(self, listen: str, taken: list[socket.socket]) -> None:
+        self.address, self._listen, self._taken = "unix:none", listen, taken
+        self._has_ended = False
+
+    def start(self) -> None:
+        if not self._taken:
+            host, _, port = self._listen.rpartition(":")
+            self._taken.append(socket.create_server((host, int(port))))
+            self._has_ended = True
+            raise NotReady("the gateway ended")
+
+    def is_ready(self) -> bool:
+        return not self._has_ended
+
+    def lost(self) -> NotReady | None:
+        return NotReady("the gateway ended") if self._has_ended else None
+
+    def stop(self) -> None:
+        pass
+
+
+def test_port_that_another_process_takes_during_the_start_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[socket.socket] = []
+
+    @contextlib.contextmanager
+    def prepared(*_: object, listen: str, **__: object) -> Iterator[_Gateway]:
+        yield _Gateway(listen, taken)
+
+    monkeypatch.setattr(node_server, "prepared_server", prepared)
+    server = NodeServer(
+        str(tmp_path), is_config=False, host="127.0.0.1", port=0, key=f"fleet/{tmp_path}"
+    )
+    eventually(lambda: server.status()["is_ready"], what="a second start")
+    status = server.status()
+    assert (status["starts"], status["failures"], status["error"]) == (2, 0, None)
+    assert status["address"] != f"127.0.0.1:{taken[0].getsockname()[1]}"
+    assert server.stop()
+    taken[0].close()
 
 
 def test_missing_path_is_the_operators_fault(

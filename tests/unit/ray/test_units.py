@@ -27,7 +27,7 @@ def result(rejected: int = 0) -> Any:
     finished = Finished(
         index=0, name=UNIT.name, rows_in=4, rows_out=3, quarantined=0, rejected=rejected, bytes=24
     )
-    return units._Result(staged=STAGED, finished=finished, times={"read_s": 2.0})
+    return units._TaskResult(staged=STAGED, finished=finished, times={"read_s": 2.0})
 
 
 class FakeCluster:
@@ -118,9 +118,9 @@ def test_wait_for_servers_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(units, "SERVERS_S", 0.1)
     found = [NONE] * 100
     with pytest.raises(NotReady, match="no server of the cluster"):
-        units._known(SimpleNamespace(look_up=found.pop))  # type: ignore[arg-type]
+        units._wait_for_addresses(SimpleNamespace(look_up=found.pop))  # type: ignore[arg-type]
     found = [OWN, NONE]
-    assert units._known(SimpleNamespace(look_up=found.pop)) == OWN  # type: ignore[arg-type]
+    assert units._wait_for_addresses(SimpleNamespace(look_up=found.pop)) == OWN  # type: ignore[arg-type]
 
 
 def test_process_keeps_the_client_of_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +132,9 @@ def test_process_keeps_the_client_of_one_job(monkeypatch: pytest.MonkeyPatch) ->
         return opened[-1]
 
     monkeypatch.setattr("iskander.engines.addresses.Client", open_client)
-    monkeypatch.setattr(units, "_opened", {})
+    monkeypatch.setattr(units, "_clients", {})
     servers = SimpleNamespace(look_up=lambda: OWN)
     first, other = (SimpleNamespace(key=key, servers=servers, options={}) for key in ("a", "b"))
-    assert units._client(first) is units._client(first) is opened[0]  # type: ignore[arg-type]
-    assert units._client(other) is opened[1]  # type: ignore[arg-type]
+    assert units._client_of_job(first) is units._client_of_job(first) is opened[0]  # type: ignore[arg-type]
+    assert units._client_of_job(other) is opened[1]  # type: ignore[arg-type]
     assert [each.is_closed for each in opened] == [True, False]

@@ -13,7 +13,7 @@ from iskander.engines.addresses import Addresses
 from iskander.errors import ConfigError, ContractError
 from iskander.spark import workers
 from iskander.spark.servers import node_servers
-from iskander.spark.workers import OPENED_MAX, cut, in_order, open_scorer
+from iskander.spark.workers import OPENED_MAX, cut_tables, in_order, open_scorer
 
 
 def test_results_are_in_the_order_of_the_items() -> None:
@@ -57,7 +57,7 @@ def test_first_error_ends_the_results() -> None:
 
 def test_batches_are_cut() -> None:
     batches = [pa.record_batch({"x": range(rows)}) for rows in (0, 5, 2)]
-    found = [table["x"].to_pylist() for table in cut(batches, 2)]
+    found = [table["x"].to_pylist() for table in cut_tables(batches, 2)]
     assert found == [[0, 1], [2, 3], [4], [0, 1]]
 
 
