@@ -125,10 +125,8 @@ IMPORTERS = {
     "subprocess": (
         (
             "iskander/gateway/supervision/worker.py",
-            "iskander/gateway/supervision/loading/model_check.py",
             "iskander/gateway/supervision/gpus/query.py",
             "iskander/lake/run/server.py",
-            "iskander/gateway/sources/readers.py",
             "workers/iskander_worker/sandbox/client.py",
         ),
         "the supervisor, or iskander_worker.sandbox.client",

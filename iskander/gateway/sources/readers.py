@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Final, TypeVar
@@ -37,6 +36,7 @@ from iskander.gateway.sources.messages import (
     read_head,
 )
 from iskander.gateway.sources.slots import FairSlots, Held, SlotsFull
+from iskander.gateway.supervision.worker import Child, start_process
 
 REQUESTS_MAX: Final = 1000
 """Requests of one process, after which another one replaces it."""
@@ -50,7 +50,7 @@ RETRY_MS: Final = 1000
 ResultT = TypeVar("ResultT")
 
 
-def _start_process(memory_bytes: int) -> tuple[socket.socket, subprocess.Popen[bytes], int]:
+def _start_process(memory_bytes: int) -> tuple[socket.socket, Child, int]:
     """Start a process; return the gateway's end of its socket, it, and its pidfd.
 
     May raise OSError; then nothing is left.
@@ -58,23 +58,16 @@ def _start_process(memory_bytes: int) -> tuple[socket.socket, subprocess.Popen[b
     environment = dict(os.environ, OPENBLAS_NUM_THREADS="1", ARROW_DEFAULT_MEMORY_POOL="system")
     environment.pop("NOTIFY_SOCKET", None)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with theirs, contextlib.ExitStack() as undo:
-        undo.callback(ours.close)
-        ours.setblocking(False)
+    with theirs:
         command = [sys.executable, "-P", "-m", "iskander.lake.reader"]
         command += ["--socket", str(theirs.fileno()), "--parent", str(os.getpid())]
         command += ["--memory", str(memory_bytes)]
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=[theirs.fileno()],
-            env=environment,
-        )
-        undo.callback(child.wait)
-        undo.callback(child.kill)
-        pidfd = os.pidfd_open(child.pid)
-        undo.pop_all()
+        try:
+            child, pidfd = start_process(command, environment, passed=(theirs.fileno(),))
+        except OSError:
+            ours.close()
+            raise
+    ours.setblocking(False)
     return ours, child, pidfd
 
 

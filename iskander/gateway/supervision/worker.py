@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter, deque
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -130,11 +131,23 @@ def worker_command(python: str) -> list[str]:
 
 
 def start_process(
-    command: list[str], environment: dict[str, str], stdin: int = subprocess.DEVNULL
+    command: list[str],
+    environment: dict[str, str],
+    stdin: int = subprocess.DEVNULL,
+    *,
+    stdout: int | None = None,
+    passed: Sequence[int] = (),
 ) -> tuple[Child, int]:
     """Start a process; return it, and a pidfd that the caller owns. May raise OSError."""
     # A session of its own: Ctrl-C in a terminal reaches only the first process, which drains.
-    child = subprocess.Popen(command, stdin=stdin, start_new_session=True, env=environment)
+    child = subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=stdout,
+        start_new_session=True,
+        env=environment,
+        pass_fds=passed,
+    )
     try:
         return child, os.pidfd_open(child.pid)
     except OSError:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from iskander.errors import IskanderError, ManifestError, NotReady
-from iskander.gateway.supervision.worker import worker_command
+from iskander.gateway.supervision.worker import start_process, worker_command
 from iskander.interprocess.control.messages import (
     Loaded,
     LoadFailed,
@@ -49,7 +48,7 @@ def check_model(
 
 
 def _run(
-    command: list[str], payload: bytes, wait_s: float, environment: Mapping[str, str]
+    command: list[str], payload: bytes, wait_s: float, environment: dict[str, str]
 ) -> tuple[int, bytes]:
     """Run a command, kill its process group, and return its exit code and output.
 
@@ -58,10 +57,7 @@ def _run(
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as target:
         source.write(payload)
         source.seek(0)
-        child = subprocess.Popen(
-            command, stdin=source, stdout=target, start_new_session=True, env=environment
-        )
-        pidfd = os.pidfd_open(child.pid)
+        child, pidfd = start_process(command, environment, source.fileno(), stdout=target.fileno())
         try:
             if not select.select([pidfd], [], [], wait_s)[0]:
                 raise NotReady(f"load timeout: the model was not loaded within {wait_s:g} s")
