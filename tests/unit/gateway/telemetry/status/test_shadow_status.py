@@ -183,15 +183,15 @@ def test_command_prints_no_escapes_of_a_model() -> None:
     """The reason may have the message of an error that the candidate raised."""
     pair = pair_of(SERVED, CANDIDATE)
     pair.pauses.on_failure("a shadow batch failed: \x1b]0;title\x07", now_ns())
-    shadows = msgspec.to_builtins([read_shadow(pair)])
+    shadows = [read_shadow(pair)]
     assert "suspended: a shadow batch failed: ?]0;title?" in render(shadows, [])
 
 
 def test_command_prints_the_figures() -> None:
     pair = pair_of(SERVED, CANDIDATE)
     pair.dropped["busy"] += 9
-    shadows = msgspec.to_builtins([read_shadow(pair)])
-    outputs = msgspec.to_builtins(list(read_outputs(pair)))
+    shadows = [read_shadow(pair)]
+    outputs = list(read_outputs(pair))
     assert (
         "\n".join(render(shadows, outputs))
         == """\
