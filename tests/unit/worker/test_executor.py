@@ -72,6 +72,18 @@ def test_binding_is_reused_for_the_same_position(harness: tuple[Executor, FakeSe
     assert len(session.bound) == 2
 
 
+def test_bindings_of_an_unloaded_model_are_released(harness: tuple[Executor, FakeSession]) -> None:
+    """A binding keeps its session, and so the memory of the model."""
+    runner, session = harness
+    run(runner, 0)
+    runner.drop(0)
+
+    runner.sessions[0] = session  # type: ignore[assignment]
+    run(runner, 0)
+
+    assert len(session.bound) == 2
+
+
 def test_oldest_binding_is_evicted(harness: tuple[Executor, FakeSession]) -> None:
     runner, session = harness
     for position in (0, 1, 0, 2, 1, 2):

@@ -120,6 +120,20 @@ def test_frames_arrive_from_a_peer_that_closed_with_unread_frames(pair: Pair) ->
     assert pair[0].has_ended
 
 
+def test_frames_after_a_reset_arrive_in_the_same_call() -> None:
+    """The event loop signals a reset socket once, so nothing would call `receive` again."""
+    ours, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = SeqpacketChannel(ours)
+    channel.send(b"never read")
+    peer.send(b"one")
+    peer.send(b"two")
+    peer.close()
+
+    assert [bytes(frame) for frame in channel.receive()] == [b"one", b"two"]
+    assert channel.has_ended
+    channel.close()
+
+
 def test_reset_between_two_frames_loses_no_frame(pair: Pair) -> None:
     pair[0].send(b"never read")
     pair[1].send(b"one")
