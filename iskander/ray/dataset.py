@@ -65,8 +65,7 @@ def score(  # noqa: PLR0913 - options of one job, all by keyword
         columns: Name of the dataset's column for an input's name, where they differ.
         keep: Columns of the dataset in the output; None: all.
         batch_rows: Rows of a batch.
-        block_rows: Rows of the blocks into which the data is cut for the actors; None: the data's
-            own blocks.
+        block_rows: Rows of a block that an actor gets; None: blocks of the dataset as they are.
         concurrency: Number of actors, or (minimum, maximum); None: one to two actors per server.
         num_cpus: CPUs that Ray reserves for each actor; a fraction leaves other tasks no whole CPU.
         on_error: `fail`, or `null` for null results of the rows that the model rejects.

@@ -103,7 +103,6 @@ class SeqpacketChannel(Channel):
         self._send = connection.send
 
     def fileno(self) -> int:
-        """See `Channel`."""
         return self._socket.fileno()
 
     def receive(self) -> Iterator[memoryview]:
@@ -137,11 +136,9 @@ class SeqpacketChannel(Channel):
             return
 
     def close(self) -> None:
-        """See `Channel`."""
         self._socket.close()
 
     def leave_open(self) -> None:
-        """See `Channel`."""
         self._socket.detach()
 
 

@@ -92,7 +92,6 @@ class ZmqChannel(Channel):
         self._read_events()
 
     def fileno(self) -> int:
-        """See `Channel`."""
         return self._epoll.fileno()
 
     def receive(self) -> Iterator[memoryview]:

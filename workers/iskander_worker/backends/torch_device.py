@@ -78,7 +78,6 @@ class TorchLauncher:
         return TorchLaunch(self._call, inputs, contract.outputs, rows, self._stream)
 
     def close(self) -> None:
-        """See `Launcher`."""
         self.device.destroy_stream(self.stream)
 
 

@@ -212,7 +212,6 @@ class CudaDevice:
         self.use()
 
     def use(self) -> None:
-        """See `Device`."""
         self._call("cuCtxSetCurrent", self._context)
 
     def register(self, address: int, length_bytes: int, *, is_read_only: bool) -> None:
@@ -243,7 +242,6 @@ class CudaDevice:
         return address.value or 0
 
     def free_host(self, address: int) -> None:
-        """See `Device`."""
         self._call("cuMemFreeHost", address)
 
     def copy_in(self, target: int, source: int, length_bytes: int, stream: int) -> None:
@@ -257,7 +255,6 @@ class CudaDevice:
         self.copied_out += length_bytes
 
     def copy_within(self, target: int, source: int, length_bytes: int, stream: int) -> None:
-        """See `Device`."""
         self._call("cuMemcpyDtoDAsync_v2", target, source, length_bytes, stream)
 
     def create_stream(self) -> int:
@@ -278,23 +275,18 @@ class CudaDevice:
         return event.value or 0
 
     def record(self, event: int, stream: int) -> None:
-        """See `Device`."""
         self._call("cuEventRecord", event, stream)
 
     def wait(self, stream: int, event: int) -> None:
-        """See `Device`."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def signal(self, stream: int, fd: int) -> None:
-        """See `Device`."""
         self._call("cuLaunchHostFunc", stream, self._on_signal_address, fd)
 
     def synchronize(self, stream: int) -> None:
-        """See `Device`."""
         self._call("cuStreamSynchronize", stream)
 
     def synchronize_all(self) -> None:
-        """See `Device`."""
         self._call("cuCtxSynchronize")
 
     def require_healthy(self, stream: int) -> None:
