@@ -55,6 +55,8 @@ class EventEndpoint:
         self._authenticator = authenticator
         self._publisher = publisher
         self.streams_max = config.subscribers
+        # Of subscribers with more than a chunk to send: one of them in each loop iteration.
+        self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a subscriber with the stream, or with an error."""
@@ -112,7 +114,8 @@ class EventEndpoint:
                 await send({"type": "http.response.body", "body": text, "more_body": True})
                 text, sent_s = b"", time()
             if reader.is_behind:
-                await asyncio.sleep(0)
+                async with self._turn:
+                    await asyncio.sleep(0)
             elif publisher.is_ended:
                 break
             else:

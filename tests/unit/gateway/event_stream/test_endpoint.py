@@ -8,6 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +400,35 @@ def test_connection_that_does_not_read_ends_at_the_response_timeout(
         assert served.publisher.buffer.next == sent_bytes // 4096
 
     serve(client, buffer_bytes=2 * sent_bytes)
+
+
+def test_subscribers_that_are_behind_take_turns() -> None:
+    """Each loop iteration sends what one of them misses, however many have connected again."""
+
+    async def client(served: Served) -> None:
+        start = served.publisher.buffer.position(0).decode()
+        for rows in range(4000):
+            served.complete("m", rows=rows)
+        clients = [Client() for _ in range(20)]
+        message = {**scope(), "headers": [(b"last-event-id", start.encode())]}
+        for each in clients:
+            each.is_reading.set()
+        tasks = [
+            asyncio.ensure_future(served.endpoint(dict(message), each.receive, each.send))
+            for each in clients
+        ]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        counts: list[int] = []
+        while not all(each.sent and b"-4000\n" in each.sent[-1] for each in clients):
+            await asyncio.sleep(0)
+            counts.append(sum(len(each.sent) for each in clients))
+        steps = [after - before for before, after in pairwise(counts)]
+        assert max(steps) <= 2 and sum(steps) > 20
+        await served.publisher.stop()
+        await asyncio.gather(*tasks)
+
+    serve(client, buffer_bytes=8 << 20)
 
 
 def test_client_that_is_gone_frees_its_place() -> None:
