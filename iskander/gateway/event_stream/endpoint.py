@@ -1,7 +1,8 @@
 """`/events` at the admin port: authentication, limits, and the response of a subscriber.
 
-A response ends with the stream, the client, or its grant. The connection's timeouts and limits of
-unsent bytes apply; a client that does not read delays only itself, and loses events.
+A response ends with the stream, the client, its grant, or the age of its connection. Timeouts and
+limits of unsent bytes are those of the connection; a client that does not read delays only itself,
+and loses events.
 
 Runs on: gateway loop, and the parent's loop. Source: WHATWG HTML, section 9.2 "Server-sent events".
 """
@@ -77,7 +78,7 @@ class EventEndpoint:
         self._publisher.readers += 1
         gone = asyncio.ensure_future(_wait_until_gone(receive))
         try:
-            scope["mark_endless"]()
+            scope["mark_endless"](gone.cancel)
             await self._stream(reader, selection, gone, send)
         finally:
             gone.cancel()

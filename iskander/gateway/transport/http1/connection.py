@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import unquote
@@ -66,7 +67,7 @@ class Connection(asyncio.Protocol):
         self._framing = Framing()
         self._origin = UNKNOWN_ORIGIN
         self._is_waiting = self._has_read = self._is_reading_held = self._is_last = False
-        self._is_endless = False
+        self._end_response: Callable[[], None] | None = None  # Of a response without end.
         self._is_local = True
         self._is_head = False  # The response to HEAD has no body.
         self._addresses: Scope = {}
@@ -138,7 +139,9 @@ class Connection(asyncio.Protocol):
         """Keep a half-closed connection open until the response is sent; not possible with TLS."""
         call = self.call
         is_tls = self._addresses["scheme"] == "https"
-        if is_tls or call is None or call.has_more_body or call.is_complete or self._is_endless:
+        if is_tls or call is None or call.has_more_body or call.is_complete:
+            return False
+        if self._end_response is not None:
             return False
         if self._half_closed is None:
             self._half_closed = self._host.loop.call_later(HALF_CLOSED_S, self._abort_half_closed)
@@ -327,9 +330,12 @@ class Connection(asyncio.Protocol):
         self._update_reading()
         self._update_charge()
 
-    def _mark_endless(self) -> None:
-        """Exempt a response without end from the maximum lifetime; its client closes both sides."""
-        self._is_endless = True
+    def _mark_endless(self, end: Callable[[], None]) -> None:
+        """Exempt a response without end from the maximum lifetime; its client closes both sides.
+
+        `end` is called when the connection should close, and ends the response.
+        """
+        self._end_response = end
         if self._life is not None:
             self._life.cancel()
 
@@ -424,6 +430,8 @@ class Connection(asyncio.Protocol):
         self._is_last = True
         if self._is_idle:
             self.transport.close()
+        elif self._end_response is not None:
+            self._end_response()
 
     def close_idle(self) -> None:
         """Close to free capacity for another connection."""

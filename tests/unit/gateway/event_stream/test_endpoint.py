@@ -16,7 +16,7 @@ import pytest
 
 from iskander.config.auth import AccessConfig
 from iskander.config.events import EventsConfig
-from iskander.config.schema import Config, TimeoutsConfig
+from iskander.config.schema import Config, ServerConfig, TimeoutsConfig
 from iskander.gateway.auth.grants import Authenticator
 from iskander.gateway.auth.origin import UNKNOWN_ORIGIN
 from iskander.gateway.auth.tokens import add_token
@@ -39,12 +39,15 @@ Message = dict[str, Any]
 class Served:
     """An admin port with a stream, in the running loop."""
 
-    def __init__(self, access: AccessConfig, **settings: int) -> None:
+    def __init__(self, access: AccessConfig, *, max_age_s: float = 0, **settings: int) -> None:
         config = EventsConfig(enabled=True, **{"buffer_bytes": BUFFER_BYTES, **settings})
         self.publisher = Publisher(config)
         self.authenticator = Authenticator(access, lambda: None)
         self.endpoint = EventEndpoint(self.publisher, config, self.authenticator)
-        served = Config(timeouts=TimeoutsConfig(response_s=RESPONSE_S))
+        served = Config(
+            timeouts=TimeoutsConfig(response_s=RESPONSE_S),
+            server=ServerConfig(max_connection_age_s=max_age_s),
+        )
         self.server = AdminServer(
             "127.0.0.1:0", list, _no_metrics, config=served, events=self.endpoint
         )
@@ -120,7 +123,7 @@ async def _no_metrics(is_openmetrics: bool) -> bytes:
 def serve(
     client: Callable[[Served], Awaitable[None]],
     access: AccessConfig = AccessConfig(),  # noqa: B008
-    **settings: int,
+    **settings: Any,
 ) -> None:
     """Run a client against a server, within a timeout."""
 
@@ -245,6 +248,17 @@ def test_stream_outlives_the_connections_of_the_port(monkeypatch: pytest.MonkeyP
     serve(client)
 
 
+def test_stream_of_an_old_connection_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abrupt end is an error that some clients do not repeat."""
+    monkeypatch.setattr(connection_listener, "CHECK_INTERVAL_S", 0.5)
+
+    async def client(served: Served) -> None:
+        stream = await served.open()
+        await stream.rest()
+
+    serve(client, max_age_s=0.2)
+
+
 def test_browser_of_another_site_is_rejected_and_the_own_page_is_not() -> None:
     async def client(served: Served) -> None:
         other = await served.open(sec_fetch_site="cross-site", origin="https://evil.example")
@@ -341,8 +355,11 @@ class Client:
 
 def scope() -> Message:
     return {
-        "query_string": b"", "headers": [], "origin": UNKNOWN_ORIGIN, "mark_endless": lambda: None,
-    }  # fmt: skip
+        "query_string": b"",
+        "headers": [],
+        "origin": UNKNOWN_ORIGIN,
+        "mark_endless": lambda end: None,
+    }
 
 
 def test_slow_reader_has_bounded_memory_and_is_told_its_losses() -> None:
