@@ -35,14 +35,6 @@ def settings() -> Iterator[Setting]:
         yield from _settings_of(kind, f"{section.name}.")
 
 
-def restart_reasons() -> Iterator[tuple[str, str]]:
-    """Yield each section with settings that are not live, and why a restart is needed."""
-    for section in msgspec.structs.fields(Config):
-        kind = TABLES.get(section.name, section.type)
-        if not all(map(is_live, msgspec.structs.fields(kind))):
-            yield section.name, kind.restart_reason
-
-
 def model_file_settings() -> Iterator[Setting]:
     """Settings of `model.toml` beside those of `[[models]]`; `path` is the key."""
     return _settings_of(ModelFile, excluded=ModelConfig.__struct_fields__)

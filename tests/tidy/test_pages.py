@@ -100,7 +100,7 @@ def test_configurations(page: Path) -> None:
 @each_page
 def test_metrics(page: Path) -> None:
     reference = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
-    known = set(re.findall(r"^- `(\w+)` \(", reference, re.MULTILINE)) | PARAMETERS
+    known = set(re.findall(r"^- `(\w+)`[ :]", reference, re.MULTILINE)) | PARAMETERS
     for before, name, is_prefix in METRIC.findall(page.read_text("utf-8")):
         if is_prefix or before:
             assert any(each.startswith(name) for each in known), name
