@@ -47,6 +47,7 @@ COMPILED = (
     "iskander/gateway/scheduling/completion.py",
     "iskander/gateway/scheduling/dispatch.py",
     "iskander/gateway/scheduling/entry.py",
+    "iskander/gateway/scheduling/hooks.py",
     "iskander/gateway/scheduling/input_arena.py",
     "iskander/gateway/scheduling/lanes/admission.py",
     "iskander/gateway/scheduling/lanes/arrivals.py",

@@ -111,9 +111,6 @@ class Server:
         self._dispatcher = Dispatcher(self._input_arena, self._models.by_key, busy_polling)
         self._entry = Entry(self._input_arena, self._dispatcher.submit, config.limits)
         self._stream = EventStream(config, index if self._member.peers else None)
-        observers = (self._traces, self._stream.publisher)
-        recorders = [each.recorder for each in observers if each is not None]
-        self._dispatcher.tracer = joined(recorders)
         self._supervisor = Supervisor(
             config,
             slots,
@@ -137,7 +134,7 @@ class Server:
             require_sketches(config.drift)
             settings_of = self._repository.settings_of
             self._observation = ObserverProcess(config, self._input_arena, settings_of)
-            self._dispatcher.observer = self._observation.sampler
+        self._add_hooks()
         self._tls = Tls(config.tls)
         self._shadow = ShadowRunner(
             self._dispatcher,
@@ -162,6 +159,19 @@ class Server:
         self._admin_address = ""
         self._protocol_addresses: dict[str, str] = {}
         self.addresses: list[str] = []
+
+    def _add_hooks(self) -> None:
+        """Let traces, events and samples read the requests."""
+        dispatcher, hooks = self._dispatcher, self._dispatcher.hooks
+        recorded = (self._traces, self._stream.publisher)
+        dispatcher.tracer = joined([each.recorder for each in recorded if each is not None])
+        if self._traces is not None:
+            hooks.on_batch.append(self._traces.recorder.on_batch)
+            hooks.on_steps.append(self._traces.recorder.on_steps)
+        if self._observation is not None:
+            dispatcher.observer = sampler = self._observation.sampler
+            hooks.on_results.append(sampler.on_results)
+            hooks.on_worker_lost.append(sampler.on_worker_lost)
 
     def _create_services(self, sharing: Path, slots: list[SlotPlan]) -> None:
         config, models = self._config, self._models

@@ -265,7 +265,7 @@ def test_samples_of_a_lost_worker_are_dropped_and_its_arena_unmapped(tmp_path: P
         assert "iskander-output-test" in maps.read_text()
         with suspended(made.pid):
             made.finish(made.admit(2), 2)
-            made.sampler.on_lost(made.worker)
+            made.sampler.on_worker_lost(made.worker)
             assert made.leased_bytes == 0
         await made.until(lambda: "iskander-output-test" not in maps.read_text(), "the unmapping")
         assert made.counts == {"handed_over": 1, "worker_lost": 1}

@@ -82,7 +82,8 @@ class Observing:
             batch = InFlightBatch(self.lane, [], lease, rows, 0, 0)
             part = BatchPart(request, first, rows, lease.offset)
             first += rows
-            self.sampler.on_results(self.worker, batch, part, is_last=first == request.rows)
+            results = b"" if first == request.rows else None
+            self.sampler.on_results(self.worker, batch, part, results)
             if not self.sampler.holds_output(lease):
                 self.worker.output_arena.give_back(lease)
         if request.lease is not None:

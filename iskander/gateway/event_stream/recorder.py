@@ -12,7 +12,6 @@ from iskander.foundation.clock import NS_PER_S, now_ns, wall_ns
 from iskander.gateway.event_stream.messages import Completion
 from iskander.gateway.scheduling.request import Request
 from iskander.gateway.scheduling.tracing import Method, TraceContext
-from iskander.gateway.scheduling.worker_slot import InFlightBatch, WorkerSlot
 
 
 class CompletionRecorder:
@@ -20,21 +19,6 @@ class CompletionRecorder:
 
     def __init__(self, add: Callable[[Completion], None], process: int | None = None) -> None:
         self._add, self._process = add, process
-
-    def on_batch(
-        self,
-        worker: WorkerSlot,
-        batch: InFlightBatch,
-        batch_id: int,
-        now_ns: int,
-        *,
-        run_ns: int = 0,
-        outcome: str = "",
-    ) -> None:
-        """Record nothing: the request has its times."""
-
-    def on_steps(self, worker: WorkerSlot, steps: tuple[tuple[str, int], ...]) -> None:
-        """Record nothing."""
 
     def on_end(self, request: Request, method: Method, error: IskanderError | None) -> None:
         """Record a request whose response is written, or that failed or was withdrawn."""

@@ -148,9 +148,13 @@ class Sampler:
         self._input_arena.grant_waiting()
 
     def on_results(
-        self, worker: WorkerSlot, batch: InFlightBatch, part: BatchPart, *, is_last: bool
+        self,
+        worker: WorkerSlot,
+        batch: InFlightBatch,
+        part: BatchPart,
+        results: bytes | memoryview | None,
     ) -> None:
-        """See `Observer`."""
+        """See `Hooks`."""
         request = part.request
         threshold = self._thresholds.get(request.lane.model.key)
         if threshold is None:
@@ -165,7 +169,7 @@ class Sampler:
         if not is_within(number, threshold):
             return
         reason = self._hold_part(worker, batch, part)
-        if not is_last:
+        if results is None:
             return
         reason = reason or self._hold_request(request, number)
         if reason:
@@ -187,8 +191,8 @@ class Sampler:
             self.holds.abandon(oldest)
         return oldest is not None
 
-    def on_lost(self, worker: WorkerSlot) -> None:
-        """See `Observer`."""
+    def on_worker_lost(self, worker: WorkerSlot) -> None:
+        """See `Hooks`."""
         self._workers.pop(worker.incarnation, None)
         self._drop(self.holds.tickets_in(worker.incarnation), WORKER_LOST)
         for request in self.holds.pending_in(worker.incarnation):

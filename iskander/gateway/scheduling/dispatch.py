@@ -18,6 +18,7 @@ from iskander.foundation.logs import requests as log
 from iskander.foundation.logs import workers as worker_log
 from iskander.foundation.measurement.counters import Counters
 from iskander.gateway.scheduling.completion import RequestCompletion
+from iskander.gateway.scheduling.hooks import Hooks
 from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.lanes.admission import expired_error
 from iskander.gateway.scheduling.lanes.batcher import Formed
@@ -47,8 +48,9 @@ class Dispatcher:
         alarm: Timer that calls `pump` without an event.
         end_worker: Ends a worker after a failed send; `on_lost` follows.
         on_unreachable: Called when the remote server of a lane could not be reached.
-        tracer: Records the requests; None if tracing is off.
-        observer: Samples the results; None if no consumer of samples is on.
+        hooks: Functions that read batches and results.
+        tracer: Records the requests of all protocols at their end; None without a reader.
+        observer: Holds leases of sampled results; None if no consumer of samples is on.
         shadow: Sends shadow batches to idle workers; None without shadow versions.
     """
 
@@ -68,6 +70,7 @@ class Dispatcher:
         self.alarm = Alarm(self.pump)
         self.end_worker: Callable[[WorkerSlot], None] = lambda worker: worker.kill()
         self.on_unreachable: Callable[[Lane, IskanderError], None] = lambda lane, error: None
+        self.hooks = Hooks()
         self.tracer: Tracer | None = None
         self.observer: Observer | None = None
         self.shadow: ShadowBatches | None = None
@@ -109,8 +112,7 @@ class Dispatcher:
         if not lane.queue.requests:
             lane.catch_up()
         now = now_ns()
-        if self.tracer is not None:
-            request.queued_before = lane.queue.requests
+        request.queued_before = lane.queue.requests
         for victim, error in lane.put(request, now, victims):
             self._completion.reject(victim, error)
         if lane.is_brief(request):
@@ -179,8 +181,8 @@ class Dispatcher:
         if batch is None:
             return
         lane = batch.lane
-        if self.tracer is not None:
-            self.tracer.on_batch(worker, batch, done.batch_id, now, run_ns=done.run_ns)
+        for on_batch in self.hooks.on_batch:
+            on_batch(worker, batch, done.batch_id, now, done.run_ns, "")
         worker.batches += 1
         if batch.is_shadow:
             assert self.shadow is not None
@@ -203,8 +205,8 @@ class Dispatcher:
         if batch.is_shadow:
             assert self.shadow is not None
             return self.shadow.on_failed(worker, failed, now)
-        if self.tracer is not None:
-            self.tracer.on_batch(worker, batch, failed.batch_id, now, outcome=failed.code)
+        for on_batch in self.hooks.on_batch:
+            on_batch(worker, batch, failed.batch_id, now, 0, failed.code)
         worker.output_arena.give_back(batch.output)
         _refund(batch, now)
         error = IskanderError.from_wire(
@@ -234,8 +236,8 @@ class Dispatcher:
         for owner, copy in self._copies:
             if owner is worker:
                 deque(copy, maxlen=0)  # Finish before the arena is unmapped.
-        if self.observer is not None:
-            self.observer.on_lost(worker)
+        for on_worker_lost in self.hooks.on_worker_lost:
+            on_worker_lost(worker)
         self._workers.pop(worker.incarnation, None)
         running_id = worker.last_beat().batch_id
         batches = dict(worker.in_flight)
@@ -246,8 +248,8 @@ class Dispatcher:
                 assert self.shadow is not None
                 self.shadow.on_lost(worker, was_running=batch_id == running_id, now=now_ns())
                 continue
-            if self.tracer is not None:
-                self.tracer.on_batch(worker, batch, batch_id, now_ns(), outcome=LOST)
+            for on_batch in self.hooks.on_batch:
+                on_batch(worker, batch, batch_id, now_ns(), 0, LOST)
             _refund(batch, now_ns())
             was_running, offenders = batch_id == running_id, batch.lane.offenders
             requests = undo_parts(batch.parts)
@@ -439,15 +441,11 @@ class Dispatcher:
         results: bytes | memoryview | None,
         run_ns: int,
     ) -> None:
-        """Offer the results of a part to observers, and deliver a request that is complete."""
-        request = part.request
+        """Pass the results of a part to the hooks, and deliver a request that is complete."""
+        for on_results in self.hooks.on_results:
+            on_results(worker, batch, part, results)
         if results is not None:
-            for shadow in request.lane.shadows:
-                shadow.offer(request, results)
-        if self.observer is not None:
-            self.observer.on_results(worker, batch, part, is_last=results is not None)
-        if results is not None:
-            self._completion.complete(request, results, run_ns)
+            self._completion.complete(part.request, results, run_ns)
 
     def _continue_copy(self) -> None:
         """Copy the next piece of large results, round-robin between the batches."""

@@ -104,7 +104,7 @@ class Request:
         quota: Quota of its grant that counts its rows, from its lease to its end.
         is_waiting: It is in the queue.
         is_over: It was answered, or its caller is gone.
-        queued_before: With tracing, the number of queued requests at its admission.
+        queued_before: Number of queued requests at its admission.
         runs: With tracing, the batches with rows of it that have left their worker.
     """
 

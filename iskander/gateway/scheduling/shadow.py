@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from iskander.interprocess.control.messages import Failed
 
 if TYPE_CHECKING:
-    from iskander.gateway.scheduling.request import Request
     from iskander.gateway.scheduling.worker_slot import WorkerSlot
-
-
-class Shadow(Protocol):
-    """Selects requests of a lane for another version."""
-
-    def offer(self, request: Request, results: bytes | memoryview) -> None:
-        """Select a request or not; its results are complete, and its lease can be shared."""
 
 
 class ShadowBatches(Protocol):

@@ -17,7 +17,6 @@ from iskander.errors import IskanderError
 
 if TYPE_CHECKING:
     from iskander.gateway.scheduling.request import Request
-    from iskander.gateway.scheduling.worker_slot import InFlightBatch, WorkerSlot
 
 LOST: Final = "worker_lost"
 
@@ -75,22 +74,7 @@ class Method(NamedTuple):
 
 
 class Tracer(Protocol):
-    """Records requests for their spans; there is none if tracing is off."""
-
-    def on_batch(
-        self,
-        worker: WorkerSlot,
-        batch: InFlightBatch,
-        batch_id: int,
-        now_ns: int,
-        *,
-        run_ns: int = 0,
-        outcome: str = "",
-    ) -> None:
-        """Add an answered or lost batch to its requests; `outcome` is that of `BatchRun`."""
-
-    def on_steps(self, worker: WorkerSlot, steps: tuple[tuple[str, int], ...]) -> None:
-        """Add pipeline steps to the batch that the worker answered last."""
+    """Records requests at their end, for traces or events; there is none if both are off."""
 
     def on_end(self, request: Request, method: Method, error: IskanderError | None) -> None:
         """Record a request whose response is written, or that failed or was withdrawn; once."""
@@ -111,25 +95,6 @@ class Tracers:
     def __init__(self, tracers: Sequence[Tracer]) -> None:
         self._tracers = tuple(tracers)
 
-    def on_batch(
-        self,
-        worker: WorkerSlot,
-        batch: InFlightBatch,
-        batch_id: int,
-        now_ns: int,
-        *,
-        run_ns: int = 0,
-        outcome: str = "",
-    ) -> None:
-        """Pass it on."""
-        for each in self._tracers:
-            each.on_batch(worker, batch, batch_id, now_ns, run_ns=run_ns, outcome=outcome)
-
-    def on_steps(self, worker: WorkerSlot, steps: tuple[tuple[str, int], ...]) -> None:
-        """Pass it on."""
-        for each in self._tracers:
-            each.on_steps(worker, steps)
-
     def on_end(self, request: Request, method: Method, error: IskanderError | None) -> None:
         """Pass it on."""
         for each in self._tracers:
@@ -148,7 +113,7 @@ class Tracers:
 
 
 def joined(tracers: Sequence[Tracer]) -> Tracer | None:
-    """Return tracers as one; None without any, so that the path of a batch makes no calls."""
+    """Return tracers as one; None without any, so that the protocols make no calls."""
     if not tracers:
         return None
     return tracers[0] if len(tracers) == 1 else Tracers(tracers)

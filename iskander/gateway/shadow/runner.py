@@ -24,7 +24,7 @@ from iskander.foundation.logs import models as log
 from iskander.gateway.scheduling.input_arena import InputArena
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.scheduling.request import NEVER_NS, Request
-from iskander.gateway.scheduling.worker_slot import InFlightBatch, WorkerSlot
+from iskander.gateway.scheduling.worker_slot import BatchPart, InFlightBatch, WorkerSlot
 from iskander.gateway.shadow.admission import TimeBudget, rows_of_batch
 from iskander.gateway.shadow.comparison import GROUP_WORK, Tolerance
 from iskander.gateway.shadow.pair import ShadowPair
@@ -82,6 +82,7 @@ class ShadowRunner:
         processes: int = 1,
     ) -> None:
         self.pairs: list[ShadowPair] = []
+        self._by_served: dict[Lane, list[ShadowPair]] = {}
         self._dispatcher, self._arena, self._lanes = dispatcher, arena, lanes
         self._tolerance = Tolerance(config.absolute_tolerance, config.relative_tolerance)
         self._processes = processes
@@ -109,9 +110,7 @@ class ShadowRunner:
         for key in known.keys() - shares.keys():
             known[key].share = 0.0
             known[key].drop_all("replaced")
-        for served, _ in known.keys() | shares.keys():
-            served.shadows = ()
-        self.pairs = []
+        self.pairs, self._by_served = [], {}
         for (served, candidate), share in shares.items():
             pair = known.get((served, candidate))
             if pair is None:
@@ -119,9 +118,11 @@ class ShadowRunner:
                 pair = ShadowPair(served, candidate, queue, self._tolerance, self.admit)
             pair.share = share
             self.pairs.append(pair)
-            served.shadows = (*served.shadows, pair)
-        if shares:
+            self._by_served.setdefault(served, []).append(pair)
+        if shares and self._dispatcher.shadow is None:
             self._dispatcher.shadow = self
+            # First: the order of the consumers of a lease stays the same whenever pairs are set.
+            self._dispatcher.hooks.on_results.insert(0, self.on_results)
 
     def drain(self) -> None:
         """Drop all requests, and cancel the running batches."""
@@ -139,6 +140,18 @@ class ShadowRunner:
                 pair.dropped["arena_full"] += rows
                 return True
         return False
+
+    def on_results(
+        self,
+        worker: WorkerSlot,
+        batch: InFlightBatch,
+        part: BatchPart,
+        results: bytes | memoryview | None,
+    ) -> None:
+        """Offer a complete request to the pairs of its version."""
+        if results is not None:
+            for pair in self._by_served.get(part.request.lane, ()):
+                pair.offer(part.request, results)
 
     def admit(self, pair: ShadowPair, request: Request, results: bytes | memoryview) -> None:
         """Keep a selected request for the next shadow batch, or count it as dropped."""

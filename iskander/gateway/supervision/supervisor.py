@@ -271,8 +271,8 @@ class Supervisor:
         """Handle a message other than a batch result."""
         if isinstance(message, messages.Stepped):
             self.models.by_key[message.model].metrics.on_stepped(message.steps)
-            if self.dispatcher.tracer is not None:
-                self.dispatcher.tracer.on_steps(worker, message.steps)
+            for on_steps in self.dispatcher.hooks.on_steps:
+                on_steps(worker, message.steps)
         elif isinstance(message, messages.Copied):
             worker.copied_bytes["in"] += message.in_bytes
             worker.copied_bytes["out"] += message.out_bytes

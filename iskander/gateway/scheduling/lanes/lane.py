@@ -59,7 +59,6 @@ from iskander.gateway.scheduling.lanes.offenders import Offenders
 from iskander.gateway.scheduling.lanes.policies import make_policy
 from iskander.gateway.scheduling.lanes.queue import WaitingQueue
 from iskander.gateway.scheduling.request import NEVER_NS, Request
-from iskander.gateway.scheduling.shadow import Shadow
 from iskander.interprocess.control.messages import ModelSpec
 
 if TYPE_CHECKING:
@@ -118,7 +117,6 @@ class Lane:
         offenders: Sources whose requests ended workers.
         refusal: Error of a worker that could not load the model.
         entering: Number of requests before the queue: being read, or waiting for arena memory.
-        shadows: Select finished requests for other versions.
     """
 
     def __init__(
@@ -157,7 +155,6 @@ class Lane:
         self.outage = self.absence = ""
         self.unreachable = 0
         self.entering = 0
-        self.shadows: tuple[Shadow, ...] = ()
         self._newest: dict[str, Request] = {}
         self._margin = Margin()
         self._number = 0

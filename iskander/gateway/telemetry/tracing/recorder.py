@@ -65,7 +65,6 @@ class Recorder:
         batch: InFlightBatch,
         batch_id: int,
         now: int,
-        *,
         run_ns: int = 0,
         outcome: str = "",
     ) -> None:
