@@ -25,6 +25,20 @@ machine, which clients and servers share.
     python -m benchmarks report build/goals.jsonl
 """
 
+NO_GAIN = """## No gain
+
+Tried and not used: SCHED_BATCH; Python 3.12; a longer collection of requests before an idle
+worker is woken; large messages read directly into their buffer; huge pages for the
+interpreter's heap; shorter scheduler slices; gateway and worker on one core, or each on its
+own; two processes of either on two cores; response headers that refer to the client's HPACK
+table; a thread of the class SCHED_IDLE that keeps a core awake (a p99 of 20 ms and more). A
+Python built with profile-guided optimization gave a few percent.
+
+The [goals](#goals) that are missed are limited by two cores, which clients, gateway, worker and
+model share: for 1,024 rows of the two-tower model, model, client and a bare Flight echo alone
+use the time of the goal, and for wide batches client and model do.
+"""
+
 METHOD = """## Method
 
 - `direct` is ONNX Runtime without a server: reused I/O bindings in the client's process. `echo`
@@ -95,6 +109,7 @@ def write_page(results: Results, path: Path, *, images: Path | None) -> None:
             image = images / f"{_slug(case)}.png"
             plots.draw(results, case, image)
             parts.append(f"![latencies]({os.path.relpath(image, path.parent)})\n")
+    parts.append(NO_GAIN)
     parts.append(
         METHOD.format(
             **results.run["effort"] | {"seconds": _seconds(results), "rounds": results.rounds}

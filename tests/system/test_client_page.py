@@ -22,7 +22,7 @@ SNIPPETS = {
     for heading, section in SECTIONS
     if "```" in section
 }
-RECIPES = ["Polars", "DuckDB", "pandas", "Ibis", "Lookup of features", "ADBC"]
+RECIPES = ["Polars", "DuckDB", "ADBC"]
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,6 @@ CLIENTS = {
     "from iskander.client import Client",
     "shared_bytes=",
     "import tritonclient.grpc as triton",
-    "import tritonclient.grpc.aio as triton",
     "start_stream",
     "service_pb2_grpc.GRPCInferenceServiceStub",
     "from kserve",
