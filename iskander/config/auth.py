@@ -29,11 +29,9 @@ class AccessConfig(Section, frozen=True, kw_only=True):
             Inferential's clients have no token.
         audit_file: File of JSON lines with each administrative action, and numbers of failed
             authentications. Empty: the log, at the level `info`.
-        allow_unprotected_network: Listeners that may be open to the network without TLS or without
-            tokens: `server.address`, `http.address`, `inferential.address`, `admin.address` or
-            `extensions.protocols.NAME`. Without its name here, a listener on an address other than
-            loopback needs both. The port of Inferential has neither; that of the admin may have TLS
-            (`admin.tls`), and tokens for `/events` only.
+        allow_unprotected_network: Listeners that may be open to the network [without TLS or
+            tokens](../access.md#unprotected-listeners): `server.address`, `http.address`,
+            `inferential.address`, `admin.address` or `extensions.protocols.NAME`.
         allowed_hosts: Names in `Host` of requests to `http.address` and `admin.address`, such as
             `scores.example` or `*.svc`, beside those of the server itself. `*`: every name.
         allowed_origins: Origins of web pages, such as `https://ui.example`, that may send requests

@@ -17,7 +17,7 @@ class EventsConfig(Section, frozen=True, kw_only=True):
             `access.tokens` is set.
         subscribers: Open streams; further ones are rejected.
         buffer_bytes: Memory of the last events, for subscribers that read slowly or connect again;
-            what no longer fits is lost for them, and the stream says how many events that are.
+            others are lost for them.
     """
 
     restart_reason: ClassVar[str] = "the stream is set up at the start"

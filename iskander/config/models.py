@@ -29,22 +29,22 @@ class LoadingConfig(Section, frozen=True, kw_only=True):
     """Model loading: sandboxed load, weight cache, operator libraries, signatures.
 
     Attributes:
-        sandbox: Load and warm a new model in a sandboxed process first, so that a crash, a hang or
-            excessive memory use affects no worker. CPU models only.
+        sandbox: Load and warm a new model in a [sandboxed process](../loading.md) first. CPU models
+            only.
         sandbox_s: Timeout of the sandboxed load in seconds; at most 0.8 of workers.start_s.
         engine_s: Timeout of the build of TensorRT engines in a sandbox, in seconds; at most 0.8 of
             workers.start_s.
         sandbox_bytes: Private bytes of the sandboxed load; 0: the free memory of the system.
         model_bytes: Bytes of a model's files, and of all its weights.
-        share_weights: Optimize each model once and map its prepacked weights into every worker, if
-            the sandboxed load computed the same results with them.
+        share_weights: Map the prepacked weights of a model into every worker
+            ([weights](../loading.md#shared-weights)).
         cache: Folder of optimized models; no other user may have write access. Empty:
             $CACHE_DIRECTORY, else `iskander` below $XDG_CACHE_HOME or ~/.cache.
         cache_bytes: Bytes of the cache; the least recently used models are evicted first.
         custom_ops: Operator libraries that models may use: absolute paths, or packages with a
             `get_library_path`.
         public_key: Ed25519 public key, 32 bytes as base64. If set, a model needs a valid
-            `manifest.toml.sig` and a hash of each of its files in the manifest.
+            `manifest.toml.sig` and hashes of its files in the manifest.
     """
 
     restart_reason: ClassVar[str] = "models are loaded with it"
@@ -84,16 +84,15 @@ class LaneConfig(Section, frozen=True, kw_only=True):
             priority_tiered, round_robin, fifo, or the name of an installed policy.
         linger_us: Microseconds to wait for a fuller batch.
         preferred_batch_rows: Batch sizes in rows at which a batch is closed.
-        pad_to: Batch sizes in rows that the model may run with; a batch is padded to the next one.
-            Ignored for a model with a fixed batch axis.
+        pad_to: Batch sizes in rows to which batches are padded. Ignored for a model with a fixed
+            batch axis.
         queue_requests: Queued requests.
         queue_rows: Queued rows.
         queue_bytes: Bytes of queued inputs. Above the arena's size, streams wait for space in the
             arena; below it, requests are rejected.
         client_requests: Queued and running requests of one client.
-        overflow: Request to reject when the queue is full: the new one (`reject`), the oldest, or
-            the one with the lowest priority.
-        ttl_ms: Milliseconds that a request may stay in the queue; 0: no limit.
+        overflow: Request to reject when the [queue is full](../scheduling.md#overload).
+        ttl_ms: Milliseconds of a request in the queue; 0: no limit.
         deadline_ms: Default latency budget of a request in milliseconds; 0: none.
         patience_ms: Assumed deadline in milliseconds of a request without one, only for its rank;
             also the weight of one priority level.
@@ -133,35 +132,31 @@ class ModelConfig(Section, frozen=True, kw_only=True):
             beside the model is its contract.
         version: Version; by default the folder's name if it is a number, else 1.
         backend: Backend: onnx, python, torch, pipeline, remote, or the name of an installed one.
-        workers: Workers for this model only; 0: the shared workers, or one worker if the backend is
-            neither onnx nor pipeline, or `python` is set. A remote model runs one batch on each.
+        workers: Workers for this model only; 0: the shared ones, or one if the backend is neither
+            onnx nor pipeline, or `python` is set.
         python: Python interpreter of its own workers, such as that of a virtual environment;
             relative to this file. Empty: the server's interpreter.
-        trust_pickle: Allow the model's code to unpickle its files. A pickle can run any code.
+        trust_pickle: Allow the model's code to unpickle its files, which can run any code.
         trusted_types: Types to trust in a skops file, in addition to those that skops trusts.
         execution_providers: Execution providers in order of preference; all must be available.
         provider_options: Options of each provider, with the names of ONNX Runtime, such as
             {cuda = {cudnn_conv_algo_search = "HEURISTIC"}}. A worker of a GPU sees one device,
             number 0.
-        placement: Workers that load the model: `gpu` for those with a GPU, `cpu` for the others,
-            `any` for both; the latter use the execution providers without a GPU. Empty: `gpu` if
+        placement: Workers that load the model: with a GPU, without one, or both. Empty: `gpu` if
             `execution_providers` names cuda or tensorrt, else `cpu`.
-        gpu_memory_bytes: Memory of a GPU for the model: weights and workspace. It is the model's
-            `gpu_mem_limit` and `trt_max_workspace_size` unless `provider_options` sets lower ones.
-            0: not declared; such a model does not share a GPU with another one.
-        intra_threads: Threads within an operator; 0: one for each physical core of the worker,
-            because SMT siblings share its arithmetic units.
+        gpu_memory_bytes: Memory of a GPU for weights and workspace ([budgets](../gpu.md#budgets)).
+            0: not declared; such a model does not share a GPU.
+        intra_threads: Threads within an operator; 0: one for each physical core of the worker.
         inter_threads: Operators in parallel, with parallel_execution; 0: 1.
         optimization_level: Graph optimization by ONNX Runtime.
         parallel_execution: Run independent operators in parallel.
         memory_pattern: Plan memory from the shapes of the first run.
-        max_batch_rows: Rows of a batch; a request with more rows is split, or rejected if its rows
-            may depend on each other.
-        result_string_bytes: Bytes of the longest string in a result. A running batch reserves this
-            for each string in the output arena. A longer string fails the batch.
-        shadow_share: Share of the requests of the model's other versions that this version runs
-            too, as a shadow: its results are compared and never returned. 0: paused. By default the
-            version is no shadow.
+        max_batch_rows: Rows of a batch; a request with more is split, or rejected if its
+            [rows](../models.md#rows) may depend on each other.
+        result_string_bytes: Bytes of the longest string in a result, reserved for each string in
+            the output arena. A longer one fails the batch.
+        shadow_share: Share of the requests of other versions that this version runs too, as a
+            [shadow](../observing.md#shadow-versions). 0: paused. By default it is no shadow.
         lane: `[models.lane]` table with settings that override `[lanes]`.
         prediction_log: `[models.prediction_log]` table: `share` of its requests that are logged (0
             to 1), columns to `omit`, columns to `hash`.

@@ -18,8 +18,8 @@ class ObservationConfig(Section, frozen=True, kw_only=True):
     """Sampled requests on their way to the observer process, of each gateway process.
 
     Attributes:
-        held_requests: Sampled requests whose memory in the arenas is held until the observer
-            process has copied it; further ones are not sampled.
+        held_requests: Sampled requests whose memory is held until the observer process has copied
+            it; further ones are not sampled.
         held_bytes: Bytes of this memory. A request that finds an arena full takes it at once.
         held_s: Seconds after which such memory is released without a copy.
         buffer_bytes: Bytes of copies that wait in the observer process; further requests are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from iskander.contract.formats.manifest_schema import keys_of
 
 TABLES: dict[str, type[Section]] = {"models": ModelConfig, "sources": SourceConfig}
 """Sections that are lists of tables."""
+LINK = re.compile(r"\[([^]]+)\]\([^)]*\)")
+"""Link of a description to a page, relative to `docs/reference`."""
 
 
 class Setting(NamedTuple):
@@ -68,7 +71,8 @@ def render_reference() -> str:
         if name != section:
             section = name
             lines += ["", f"# [[{name}]]" if name in TABLES else f"[{name}]"]
-        lines.append(f"# {setting.sentence} ({setting.type})")
+        sentence = LINK.sub(r"\1", setting.sentence)
+        lines.append(f"# {sentence} ({setting.type})")
         is_absent = name in TABLES or setting.default is None
         lines.append(("# " if is_absent else "") + f"{key} = {render_value(setting.default)}")
     return "\n".join(lines) + "\n"

@@ -46,8 +46,8 @@ class RepositoryConfig(Section, frozen=True, kw_only=True):
         load: Models to load at startup if `control` is `explicit`; `*`: all models in the folder.
         versions: Default version policy of a model without one in `model.toml`: `latest:N`, `all`,
             or a list.
-        marker: File that marks a version's folder as complete, such as `.complete`; folders without
-            it are ignored. Empty: every folder is complete, so create it by a rename.
+        marker: File that marks a version's folder as complete, such as `.complete`; others are
+            ignored. Empty: every folder is complete, so create it by a rename.
         settle_ms: Milliseconds without changes in a version's folder before a change is applied.
         rescan_s: Seconds between folder scans if no change is reported.
     """

@@ -47,7 +47,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         unix_mode: Octal mode of a `unix:` socket.
         unix_owner: Owner of a `unix:` socket: `USER`, `USER:GROUP` or `:GROUP`. Empty: the server's
             user.
-        runtime_directory: Folder of locks and of the `attach.sock` to which workers connect. Empty:
+        runtime_directory: Folder of locks and of `attach.sock` for workers. Empty:
             $RUNTIME_DIRECTORY, else a folder per address below $XDG_RUNTIME_DIR or /tmp.
         cores: Cpus reserved for the gateway: a cpu list such as `0,8`, or `auto` for one physical
             core per process, on the first NUMA node with at least two more. Empty: any cpu.
@@ -55,15 +55,14 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             The arenas, the budget of received bytes and the buffers of bodies and regions are
             shares of it, unless they are set; at least a third is left for the processes and their
             models. Empty: each has its own default.
-        processes: Gateway processes that share the port. All of them use the same workers.
-        busy_poll_us: Microseconds to poll for messages after the last one, before the gateway
-            sleeps. Lowers latency and uses an otherwise idle CPU.
+        processes: Gateway processes that share the port and the workers.
+        busy_poll_us: Microseconds to poll for messages before the gateway sleeps: lower latency for
+            CPU time.
         drain_s: Seconds to wait at shutdown for accepted batches.
-        lame_duck_s: Seconds at shutdown during which the gateway reports not ready and still
-            accepts batches, so that load balancers stop sending requests first.
+        lame_duck_s: Seconds at shutdown during which the gateway is not ready and still accepts
+            batches, so that load balancers leave first.
         max_connection_age_s: Seconds after which a gRPC or HTTP connection is closed gracefully,
-            within 10 % at random, so that clients connect again, also to new servers. Open calls
-            continue. 0: no limit.
+            within 10 % at random, so that clients also connect to new servers. 0: no limit.
         max_connection_age_grace_s: Seconds for the open calls of such a connection; then they end
             with the retryable error `draining`. 0: no limit.
         load_reports: Add a load report (ORCA, `endpoint-load-metrics-bin`) to the trailers of gRPC
@@ -94,26 +93,24 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         rows: Rows of a batch.
         bytes: Bytes of a batch, decompressed.
         columns: Columns of a batch.
-        string_bytes: Bytes of the strings of a batch: inputs and passed-through columns.
-        result_bytes: Bytes of the results of a request: those of a batch, or of its rows in one
-            bucket if the model has buckets of lengths.
+        string_bytes: Bytes of the strings of a batch, passed-through columns included.
+        result_bytes: Bytes of the results of a request: a batch, or its rows in one bucket.
         nesting: Depth of a column's type; a primitive type has depth 1.
-        fields: Fields of a schema at all depths: columns, and fields inside their types.
+        fields: Fields of a schema at all depths.
         schema_metadata_bytes: Bytes of the custom metadata of a schema and its fields.
         app_metadata_bytes: Bytes of the `app_metadata` of a batch.
         message_bytes: Bytes of one gRPC message or HTTP body.
-        streams: DoExchange streams open at once, and as many calls of other kinds. A caller leaves
-            a ninth of them to others. At the limit, a stream that made no progress for 2 s ends
-            with the retryable error `overloaded`, to make room for a caller that has fewer.
+        streams: DoExchange streams open at once, and as many calls of other kinds, in
+            [shares](../architecture.md#limits) of callers.
         window_batches: Batches of one stream in flight before the server stops reading it.
-        window_bytes: Bytes of one stream in flight before the server stops reading it.
+        window_bytes: The same in bytes.
         arena_wait_ms: Milliseconds to wait for free space in a full arena.
         connections: Connections of gRPC clients open at once.
         source_percent: Percent of a port's connections for one source, while fewer than an eighth
             are free: an IPv4 address, the first 64 bits of an IPv6 address, or all unix sockets.
-        receive_bytes: Bytes received and not processed, for all connections: partial and queued
-            messages, and unread responses. Above it, the largest are rejected. 0: an eighth of the
-            memory of the machine or the cgroup.
+        receive_bytes: Bytes received and not processed, and unread responses, of all connections.
+            Above it, the largest messages are rejected. 0: an eighth of the memory of the machine
+            or the cgroup.
     """
 
     rows: Live[Positive] = 1_048_576
@@ -167,18 +164,18 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
             "4-7", "gpu:0"]: `gpu:` and number, UUID or PCI address, `gpu:0:1` for a MIG slice,
             `gpu:auto` for all.
         count: Number of workers without a GPU; 0: one per core group. A GPU has one.
-        gpu_reserve_bytes: Memory of a GPU that each worker on it needs beside the budgets of the
-            models: the context of CUDA and its libraries.
-        thread_pool: Compute threads of ONNX models: a pool per model, or one pool per worker with a
-            thread for each physical core, for many models in one worker.
-        channel: Channel between gateway and worker: a unix socket, or ZeroMQ PUSH and PULL over
-            ipc, which needs more CPU time.
-        spawn: Start the workers. Set false if a service manager starts and stops them: they keep
-            their models while the gateway restarts.
-        busy_poll_us: Microseconds to poll for messages after a batch before a worker sleeps.
+        gpu_reserve_bytes: Memory of a GPU for the context of CUDA and its libraries, beside the
+            budgets of the models, for each worker.
+        thread_pool: Compute threads of ONNX models: a pool per model, or one per worker with a
+            thread for each physical core.
+        channel: Channel between gateway and worker: a unix socket, or ZeroMQ over ipc, which needs
+            more CPU time.
+        spawn: Start the workers; false if a service manager does, so that they keep their models
+            while the gateway restarts.
+        busy_poll_us: Microseconds to poll for messages before a worker sleeps.
         start_s: Seconds for a worker to attach and load its models.
-        hang_s: Seconds without a heartbeat during a batch before a worker is replaced. For a model
-            with known run times, `hang_factor` sets a shorter timeout.
+        hang_s: Seconds without a heartbeat during a batch before a worker is replaced, or less by
+            `hang_factor`.
         hang_factor: Timeout of a batch as a multiple of the slowest similar batch, at least 2 s and
             at most `hang_s`; 0: always `hang_s`.
         quorum: Workers that a model needs to be ready.
@@ -187,13 +184,12 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
             limit.
         crash_loop: Consecutive deaths, each within 10 s of service, that are a crash loop.
         model_deaths: Deaths of a model's own worker during its batches, within `model_deaths_s`,
-            before its requests are rejected for `quarantine_s`; deaths by requests of one source
-            count once. A model of the shared workers gets a worker of its own after the first
-            death. 0: no worker of its own, and no quarantine.
+            before its [quarantine](../placement.md#isolation-and-quarantine). 0: no worker of its
+            own, and no quarantine.
         model_deaths_s: Seconds over which `model_deaths` are counted, and after which a model
-            without a death returns to the shared workers; doubled each time it leaves them.
-        quarantine_s: Seconds for which the requests of a model are rejected; doubled, up to an
-            hour, each time the model ends a worker again soon after.
+            without a death returns to the shared workers.
+        quarantine_s: Seconds for which the requests of a model in quarantine are rejected, at
+            first.
         reattach_s: Seconds for which workers wait for a new gateway after theirs died, or, without
             `spawn`, after it ended in any way; 0: no limit.
     """
@@ -226,10 +222,9 @@ class ArenaConfig(Section, frozen=True, kw_only=True):
     Attributes:
         input_bytes: Bytes of the gateway's input arena.
         output_bytes: Bytes of each worker's output arena.
-        huge_pages: Allocate arenas from huge pages of 2 MiB if enough are free, reserved by
-            `vm.nr_hugepages` or transparent by `shmem_enabled`. The log contains the result.
-        lock: Lock the arenas in memory, up to the limit of locked memory. The log contains the
-            result.
+        huge_pages: Allocate arenas from [huge pages](../placement.md#huge-pages) of 2 MiB if enough
+            are free.
+        lock: Lock the arenas in memory, up to the [limit](../placement.md#locked-memory).
     """
 
     restart_reason: ClassVar[str] = "shared memory is allocated at the start"
@@ -244,9 +239,8 @@ class SharedMemoryConfig(Section, frozen=True, kw_only=True):
     """Shared-memory regions for the batches of clients on the same machine.
 
     Attributes:
-        path: Unix socket on which clients request regions, with the mode and owner of
-            `server.unix_mode` and `unix_owner`. With several gateway processes, each but the first
-            appends its number. Empty: disabled.
+        path: Unix socket on which clients request regions, with `server.unix_mode` and
+            `unix_owner`. Gateway processes but the first append their number. Empty: disabled.
         region_bytes: Bytes of one region. A client has one region per stream.
         total_bytes: Bytes of all regions of a gateway process.
         regions: Regions allocated at once.
@@ -291,10 +285,9 @@ class InferentialConfig(Section, frozen=True, kw_only=True):
     Attributes:
         address: `tcp://HOST:PORT`, `tcp://*:PORT` or `ipc://PATH` for clients. Port 0: a free port.
             Empty: disabled.
-        errors: Response to a failed observation: none (`silent`), as its clients expect, or a reply
-            with the metadata keys `error` and `error_code`.
-        newest_wins: Default of an observation's metadata: a client's newer observation for a model
-            replaces its older queued one.
+        errors: Response to a failed observation: none, or a reply with the metadata `error` and
+            `error_code`.
+        newest_wins: Default of an observation's `newest_wins`, as of `lanes`.
         connections: Clients connected at once.
     """
 

@@ -16,8 +16,8 @@ class ShadowConfig(Section, frozen=True, kw_only=True):
     """Shadow versions: candidates that run a share of the requests, for comparison only.
 
     Attributes:
-        time_percent: Percent of the time of each worker, from a shadow batch to its answer, and of
-            the event loop that shadow batches may use; above it, their requests are dropped.
+        time_percent: Percent of the time of each worker and of the event loop for shadow batches;
+            above it, their requests are dropped.
         bytes: Bytes of the inputs and results of requests that wait for a shadow batch.
         absolute_tolerance: Largest difference of two floats that counts as equal, at 0.
         relative_tolerance: The same, as a share of the served value; the two are added.

@@ -69,8 +69,7 @@ class SourceReadsConfig(Section, frozen=True, kw_only=True):
         key_file: File with at least 32 random bytes that signs tickets, the same at all of
             `locations`; relative to this file. Empty: a random key in the runtime directory.
         ticket_s: Seconds for which a ticket is valid.
-        streams: Reads at once, of each gateway process; each has a process of its own. More wait.
-            The last one is for a caller without any.
+        streams: Reads at once, of each gateway process, each in a process of its own. More wait.
         wait_s: Seconds that a call waits for one of `streams`.
         endpoints: Endpoints of one answer.
         step_s: Seconds for each step of a read: its start, and the time without progress.

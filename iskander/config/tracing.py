@@ -14,10 +14,9 @@ class TracingConfig(Section, frozen=True, kw_only=True):
 
     Attributes:
         enabled: Record traces. Each gateway process starts a process that exports them.
-        ratio: Share of the requests without a trace context that are traced: 0 to 1. For the others
-            the `sampled` flag of their `traceparent` decides.
-        slow_ms: Milliseconds from the arrival of a request to its written response, above which it
-            is always traced. 0: no such rule.
+        ratio: Share of the requests without a trace context that are traced: 0 to 1.
+        slow_ms: Milliseconds from arrival to written response, above which a request is always
+            traced. 0: no such rule.
         spans_per_s: Spans exported each second; further requests are not traced. A fourth is
             reserved for failed and slow requests.
         queue: Traced requests that wait for the export; further ones are not traced.
