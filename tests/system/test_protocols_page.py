@@ -34,8 +34,6 @@ SNIPPETS = {
 }
 CLIENTS = {
     "from pyarrow import flight",
-    "from iskander.client import Client",
-    "shared_bytes=",
     "import tritonclient.grpc as triton",
     "start_stream",
     "service_pb2_grpc.GRPCInferenceServiceStub",
