@@ -93,23 +93,6 @@ def layout_of(arrow: pa.DataType) -> Layout:
     return Layout(nodes, buffers, tuple(texts), has_views, dictionaries)
 
 
-def column_with_empty_union(schema: pa.Schema) -> str:
-    """Return the name of a column whose type has a union without fields; empty if none has.
-
-    pyarrow ends the process when it makes or takes values of such a type.
-    """
-    return next((field.name for field in schema if _has_empty_union(field.type)), "")
-
-
-def _has_empty_union(arrow: pa.DataType) -> bool:
-    arrow = storage_of(arrow)
-    if pa.types.is_dictionary(arrow):
-        return _has_empty_union(arrow.value_type)
-    if pa.types.is_union(arrow) and not arrow.num_fields:
-        return True
-    return any(map(_has_empty_union, _child_types(arrow)))
-
-
 def is_view(arrow: pa.DataType) -> bool:
     """Return whether a type is a view of text or binary values."""
     return bool(pa.types.is_string_view(arrow) or pa.types.is_binary_view(arrow))

@@ -33,7 +33,7 @@ def add_commands(commands: Commands) -> None:
         "file", type=Path, nargs="?", metavar="FILE", help="configuration (default: no settings)"
     )
     command.add_set(parser)
-    sentence = "read limits, control group and environment of this process, such as a gateway"
+    sentence = "read limits, control group and environment of the process PID, such as a gateway"
     parser.add_argument("--pid", type=int, metavar="PID", help=sentence)
     command.add_json(parser)
 
@@ -89,7 +89,7 @@ def render(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _wrap(head: str, text: str) -> list[str]:
-    # A command must stay one word of the shell where it is broken.
+    # Lines break only at spaces, so that a command can be copied.
     return textwrap.wrap(
         text,
         COLUMNS,

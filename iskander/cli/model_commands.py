@@ -1,4 +1,4 @@
-"""`iskander check` and `iskander manifest`: commands for files."""
+"""`iskander check` and `iskander manifest`: commands for configurations and model files."""
 
 from __future__ import annotations
 
@@ -115,12 +115,12 @@ def _manifest(arguments: argparse.Namespace) -> int:
     # The shell has emptied the file before, if the output goes to `> manifest.toml`.
     target = model_file(file).parent / "manifest.toml"
     is_emptied = target.is_file() and not target.stat().st_size
-    written = None if is_emptied else read_manifest(file)
+    manifest = None if is_emptied else read_manifest(file)
     if arguments.sample is not None:
         from iskander.cli.startup.sample import manifest_for, read_sample
 
-        written = manifest_for(read_sample(arguments.sample), graph)
-    manifest = written or derive_manifest(graph)
+        manifest = manifest_for(read_sample(arguments.sample), graph)
+    manifest = manifest or derive_manifest(graph)
     contract = compile_contract(manifest, graph, labels=read_labels(file, manifest))
     command.print_toml(render_manifest(contract, manifest), as_json=arguments.json)
     return ExitCode.DONE

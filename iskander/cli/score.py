@@ -281,7 +281,7 @@ def _connected(arguments: argparse.Namespace, token: str | None, streams: int) -
             private_server(model, config=arguments.config) as private,
             Client(private.address, **options) as client,
         ):
-            yield _Server(client, lost=private.lost)
+            yield _Server(client, lost=private.loss_error)
 
 
 def _retry(streams: int) -> Retry:

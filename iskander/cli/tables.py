@@ -154,7 +154,7 @@ def _name(title: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Format with at most two decimals, and six characters up to a day in milliseconds."""
+    """Format with at most two decimals; a value below 1,000,000 has at most six characters."""
     if value >= 1_000_000:
         return f"{value / 1000:.0f}k"
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"

@@ -103,11 +103,12 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         streams: DoExchange streams open at once, and as many calls of other kinds, in
             [shares](../architecture.md#limits) of callers.
         window_batches: Batches of one stream in flight before the server stops reading it.
-        window_bytes: The same in bytes.
+        window_bytes: Bytes of one stream in flight before the server stops reading it.
         arena_wait_ms: Milliseconds to wait for free space in a full arena.
         connections: Connections of gRPC clients open at once.
         source_percent: Percent of a port's connections for one source, while fewer than an eighth
-            are free: an IPv4 address, the first 64 bits of an IPv6 address, or all unix sockets.
+            are free. A source is an IPv4 address, the first 64 bits of an IPv6 address, or all
+            unix sockets.
         receive_bytes: Bytes received and not processed, and unread responses, of all connections.
             Above it, the largest messages are rejected. 0: an eighth of the memory of the machine
             or the cgroup.
@@ -300,7 +301,7 @@ class InferentialConfig(Section, frozen=True, kw_only=True):
 
 
 class HttpConfig(Section, frozen=True, kw_only=True):
-    """The Open Inference Protocol over HTTP. JSON needs the interpreter of the event loop.
+    """The Open Inference Protocol over HTTP. Long JSON delays all requests; binary data does not.
 
     Attributes:
         address: `HOST:PORT`, different from the other ports. Port 0: a free port. Empty: disabled.

@@ -13,7 +13,7 @@ from iskander.contract.inputs import InputCompiler, is_tensor_as_sent, tensors_o
 from iskander.contract.labels import Labels
 from iskander.contract.manifest import InputColumn, Manifest, Passthrough
 from iskander.contract.outputs import ColumnOrder, OutputColumn
-from iskander.contract.processing.buckets import require_one_set
+from iskander.contract.processing.buckets import require_same_buckets
 from iskander.contract.processing.postprocess import PostProcessing, compile_outputs, is_plain
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
 from iskander.contract.validation import quoted, require, require_distinct, required, shape_text
@@ -185,7 +185,7 @@ def _compile_inputs(
         if built.source is not None:
             sources.append(built.source)
     require_distinct("column", [spec.column for spec in specs], "[[inputs]]")
-    require_one_set(tuple(sources))
+    require_same_buckets(tuple(sources))
     return tuple(specs), tuple(sources)
 
 

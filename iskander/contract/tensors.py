@@ -65,7 +65,7 @@ class ResultColumn(msgspec.Struct, frozen=True, array_like=True):
         column: Name of the column.
         type: Arrow type of the column, as spelled in a manifest.
         outputs: Indices of the contract's outputs in the column, in the order of its type; for a
-            rank, the output to rank by.
+            rank (the place of a row in the order of an output), that output.
         source: Description of the column's tensors and steps, for people.
         rank: Options of a rank, which the gateway computes; None for any other column.
     """
@@ -92,7 +92,8 @@ class Contract(msgspec.Struct, frozen=True, array_like=True):
         rows_fixed: Number of rows of every batch, if the graph's batch axis is fixed.
         columns: Columns of a result record batch; empty if each output is a column.
         column_order: Order of the result columns and the passed-through columns.
-        sources: Entries of the inputs with conversion; every other input is the column of its spec.
+        sources: Entries of the manifest for inputs that are converted; an input without an entry is
+            read from the column of its spec unchanged.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -105,7 +106,7 @@ class Contract(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def ranks(self) -> list[Rank]:
-        """The result columns that are ranks, which need all rows of a request."""
+        """Options of the result columns that are ranks, which need all rows of a request."""
         return [column.rank for column in self.columns if column.rank is not None]
 
 

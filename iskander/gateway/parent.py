@@ -63,6 +63,7 @@ SILENT_S, HUNG_S = 10.0, 30.0
 RELOAD_S = 10.0
 """Time in which a process applies live settings; it is replaced otherwise."""
 TURN_S = 0.02
+"""Interval at which a condition is checked."""
 
 
 class ReloadOutcome(NamedTuple):
@@ -153,10 +154,10 @@ class Parent:
         self._changed.set()
 
     def reload(self) -> None:
-        """Apply the changes of the file, live in each process if all of them are `Live`.
+        """Apply the changes of the file.
 
-        Otherwise, and without changes, the processes are replaced one by one, each after its
-        predecessor is ready again.
+        If every changed setting is `Live`, each process applies them. Otherwise, also if no setting
+        changed, the processes are replaced one by one, each after the one before is ready again.
         """
         if not self._was_ready or self._reloading is not None or self._is_stopping:
             log.replacement_ignored()
@@ -285,7 +286,7 @@ class Parent:
         if self._is_stopping or (was_requested and self._reloading is not None):
             return
         if was_requested:
-            self._start(process)  # It ended only after the roll that killed it.
+            self._start(process)  # It was killed for a replacement that has timed out meanwhile.
         elif not self._was_ready:
             # A failure during the startup is final; the process has logged the reason.
             self._startup_code = code if code > 0 else 1
@@ -339,7 +340,7 @@ class Parent:
             self._loop.add_reader(process.notices, self._on_notice, process)
 
     def _link(self) -> None:
-        """Link the attach socket of process 0 to its path in a single-process gateway."""
+        """Make `attach.sock` of the runtime directory a link to the socket of process 0."""
         self._attach.unlink(missing_ok=True)
         self._attach.symlink_to(process_directory(self._runtime.path, 0) / ATTACH_SOCKET)
 
@@ -354,7 +355,9 @@ class Parent:
                 self._reloads.record(is_valid=outcome.is_complete)
                 self._notify_serving(f"; {outcome.note}")
                 for process in self.processes:
-                    self._start(process)  # If it ended after the timeout of its replacement.
+                    self._start(
+                        process
+                    )  # Starts those that ended after the timeout of their replacement.
 
     async def _apply(self, before: Config, note: str) -> ReloadOutcome:
         """Apply live settings in all processes, and replace those that do not confirm it."""
@@ -370,10 +373,10 @@ class Parent:
             return ReloadOutcome(reason, is_complete=False)
         applied = await asyncio.gather(*(self._apply_in(each, settings) for each in self.processes))
         outcomes = zip(self.processes, applied, strict=True)
-        silent = [process for process, is_applied in outcomes if not is_applied]
-        failed = await self._replace(reversed(silent), had_ready_models)
+        not_applied = [process for process, is_applied in outcomes if not is_applied]
+        failed = await self._replace(reversed(not_applied), had_ready_models)
         if failed is not None:
-            unconfirmed = [each for each in silent if each.config != settings]
+            unconfirmed = [each for each in not_applied if each.config != settings]
             return ReloadOutcome(_report_incomplete(failed, unconfirmed), is_complete=False)
         log.reloaded(note=note)
         return ReloadOutcome(note, is_complete=True)
@@ -396,7 +399,7 @@ class Parent:
         """Replace all processes; restore the previous settings if one does not get ready."""
         log.replacement_started()
         had_ready_models = self._have_ready_models()
-        # Process 0 last: when the workers attach to it again, the others have them.
+        # Process 0 is last: when the workers attach to it again, they serve the others already.
         failed = await self._replace(reversed(self.processes), had_ready_models)
         if failed is None:
             return ReloadOutcome("replaced", is_complete=True)
@@ -422,12 +425,12 @@ class Parent:
             if process.child is not None:
                 return process
             self._start(process)
-            if not await self._is_back(process, needs_models=had_ready_models):
+            if not await self._wait_until_back(process, needs_models=had_ready_models):
                 return process
             log.process_replaced(child=process.index)
         return None
 
-    async def _is_back(self, process: ChildProcess, *, needs_models: bool) -> bool:
+    async def _wait_until_back(self, process: ChildProcess, *, needs_models: bool) -> bool:
         """Wait until a new process is ready; False at the timeout, or if it rejects its files."""
 
         def is_decided() -> bool:

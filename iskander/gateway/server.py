@@ -62,7 +62,7 @@ from iskander.gateway.transport.addresses import (
     admin_address,
     require_addresses,
     require_extension_protected,
-    sharing_path,
+    shared_memory_socket,
 )
 from iskander.gateway.transport.limits.connection_limits import ConnectionLimits
 from iskander.gateway.transport.tls import HTTP1, Tls
@@ -150,7 +150,7 @@ class Server:
         self._access = Authenticator(config.access, self._on_access, processes, self.audit)
         self._entry.quotas = self._access.quotas.by_name
         self._models.hides_models = bool(config.access.tokens)
-        self._create_services(sharing_path(config, index), slots)
+        self._create_services(shared_memory_socket(config, index), slots)
         self._lag = LoopLag()
         self._events = EventLog()
         self._sampler = HistorySampler(self._models)

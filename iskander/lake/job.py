@@ -51,8 +51,8 @@ class Job:
         filter: Condition that a row of the input must meet to be scored.
         limit: Number of rows to score, in the order of the plan and after the filter.
         batch_rows: Rows of one record batch that is read.
-        concurrency: Units that are scored at the same time, each on one stream. By default one for
-            each core of this process, 2 to `STREAMS_MAX`.
+        concurrency: Units (parts of the input) that are scored at the same time, each on one
+            stream. By default one for each core of this process, 2 to `STREAMS_MAX`.
         unit_bytes: Approximate input bytes of one unit.
         on_error: `fail`, `null`, or `quarantine=FOLDER`.
         partition_by: Columns of the output that become hive folders.
@@ -62,8 +62,8 @@ class Job:
         overwrite: What to do if the output exists: `error`, `append` or `replace`.
         resume: Fail unless the state folder has an earlier run of this job.
         restart: Delete the state of an earlier run.
-        unattended: Do nothing if the output has exactly these results, and delete the state of an
-            earlier run of another input or model unless it has begun its commit.
+        unattended: Do nothing if the output has exactly these results. Delete the state of an
+            earlier run with another input or model, unless that run has begun to commit.
         state: State folder; None is the default of `state_folder`.
         plain_files: Read the files of a table as plain files.
     """
@@ -152,7 +152,7 @@ class Job:
         path = PurePath(self.output)
         return str(path.parent / PARENT / (path.name or "output"))
 
-    def fingerprinted(self) -> dict[str, Any]:
+    def fingerprint_options(self) -> dict[str, Any]:
         """Return the options that change results or the files of the output.
 
         The inputs are left out, because the snapshot of the source describes what they contain.

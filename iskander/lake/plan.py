@@ -149,7 +149,7 @@ def fingerprint(
         digest: Result of `model_digest`.
         contract: The model's inputs and outputs as JSON values.
         output_columns: Names of the output's columns, in order.
-        options: `Job.fingerprinted()`, and `execution`.
+        options: `Job.fingerprint_options()`, and `execution`.
         snapshot: `JobSource.snapshot`.
 
     Returns:

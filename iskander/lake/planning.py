@@ -144,7 +144,7 @@ def plan_job(job: Job, source: JobSource, description: ModelDescription) -> Plan
     if condition is None and units[0].rows is not None:
         require_rows(description, units[0].rows)
     digest = model_digest(identity(description))
-    options = job.fingerprinted() | execution_values(description)
+    options = job.fingerprint_options() | execution_values(description)
     plan = JobPlan(
         units=tuple(units),
         fingerprint=fingerprint(

@@ -23,15 +23,15 @@ class Position(NamedTuple):
     row: int | None
 
 
-def kept_rows(batch: pa.RecordBatch, rows: pc.Expression | None) -> pa.Array:
+def kept_rows(batch: pa.RecordBatch, condition: pc.Expression | None) -> pa.Array:
     """Return the numbers of the rows of a batch that meet a condition; of all rows for None."""
     numbers = pa.array(range(batch.num_rows), pa.int64())
-    if rows is None:
+    if condition is None:
         return numbers
     name = "row"
     while name in batch.schema.names:
         name += "_"
-    columns = pa.RecordBatch.from_arrays(
+    numbered = pa.RecordBatch.from_arrays(
         [*batch.columns, numbers], names=[*batch.schema.names, name]
     )
-    return columns.filter(rows).column(name)
+    return numbered.filter(condition).column(name)

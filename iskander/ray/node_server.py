@@ -86,7 +86,7 @@ class NodeServer:
         self._failures = 0
         self._starts = 0
         self._stopped = threading.Event()
-        # Ray sets the variable to the CPUs of this actor, which reserves none.
+        # Ray sets the variable to the CPUs of this actor, 0: the runtime would use one thread.
         os.environ.pop("OMP_NUM_THREADS", None)
         self._thread = threading.Thread(target=self._run, name="node-server", daemon=True)
         self._thread.start()
@@ -161,7 +161,7 @@ class NodeServer:
                 _point_link_to(local_socket(self._key), Path(server.address.removeprefix("unix:")))
                 self._failures, self._error = 0, None
                 while not self._stopped.wait(_POLL_S):
-                    lost = server.lost()
+                    lost = server.loss_error()
                     if lost is not None:
                         raise lost
             except NotReady:
@@ -174,7 +174,7 @@ class NodeServer:
 
     def _has_lost_port(self, server: PrivateServer) -> bool:
         """Return whether the gateway has ended, and another process has the port that was free."""
-        if self._port or self._failures or server.lost() is None:
+        if self._port or self._failures or server.loss_error() is None:
             return False
         return not _is_free(self._host, int(self._address.rpartition(":")[2]))
 
@@ -226,8 +226,7 @@ def _is_free(host: str, port: int) -> bool:
     except OSError as error:
         if error.errno == _NOT_LOCAL:
             raise ConfigError(
-                f"{host} is no address of this machine, so that the server cannot listen on it; "
-                "see `address_of`"
+                f"{host} is no address of this machine, so that the server cannot listen on it"
             ) from None
         return False
     return True

@@ -62,6 +62,7 @@ def main() -> None:
         metavar="SOCKET",
         help="attach socket of the gateway: RUNTIME_DIRECTORY/attach.sock",
     )
+    # Internal: load one model on so many cores, and answer on standard output.
     parser.add_argument("--try", type=int, dest="cores", help=argparse.SUPPRESS)
     parser.add_argument(
         "--group", type=int, metavar="N", help="the core group to serve in (default: any)"
@@ -159,8 +160,9 @@ def _work(arguments: argparse.Namespace) -> int:
             _disconnect(connection, deadline_ns)
             continue
         # The replaced worker may still hold the lock, so every event loop iteration tries it again.
-        if loop.serve(Attachments(first, greet, notices), on_iteration=lock.acquire):
-            if not loop.finish():
+        must_end = loop.serve(Attachments(first, greet, notices), on_iteration=lock.acquire)
+        if must_end:
+            if not loop.finish():  # A thread of a load still runs.
                 os._exit(ExitCode.DONE)
             return ExitCode.DONE
         deadline_ns = _deadline_ns(answer.reattach_s)

@@ -18,7 +18,10 @@ OOM_SCORE: Final = 500
 
 
 def set_library_environment() -> None:
-    """Disable telemetry of ONNX Runtime and BLAS threads; libraries read this at import."""
+    """Disable the telemetry of ONNX Runtime, and limit BLAS to one thread.
+
+    Libraries read the variables at import.
+    """
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"

@@ -38,7 +38,10 @@ _OUT_OF_MEMORY = re.compile(
 def run_warm_up(
     session: Session, folder: Path, plan: WarmUp, rows_max: int, graph_rows: tuple[int, ...] = ()
 ) -> None:
-    """Run the recorded sample, or a generated batch of one row, a larger one, and `graph_rows`.
+    """Run the recorded sample; without one, generated batches of several sizes.
+
+    The sizes are one row, up to `WARM_UP_ROWS`, and those of `graph_rows`: the numbers of rows for
+    which the session records a CUDA graph.
 
     A generated batch may fail, as its values may be invalid (an index beyond a table). A failed
     sample, or too little memory, is a `ManifestError`.
@@ -76,7 +79,7 @@ def compute_body(
     return outputs
 
 
-def sample_results(session: Session, rows_max: int) -> list[bytes]:
+def random_results(session: Session, rows_max: int) -> list[bytes]:
     """Return the body of each random batch's results, empty for one that fails.
 
     Equal results show that two sessions compute the same.

@@ -260,14 +260,14 @@ class Connection:
             feeder.start()
             try:
                 for chunk in reader:
-                    feeder.on_result()
+                    feeder.free_oldest()
                     yield _outcome(chunk, path[0])
                     if feeder.count_result():
-                        feeder.has_ended_call = True
+                        feeder.must_cancel = True
                         writer.done_writing()
             except FLIGHT_ERRORS as error:
                 # After the last result, the status of the call is irrelevant.
-                if not feeder.has_ended_call:
+                if not feeder.must_cancel:
                     raise self._stream_error(error, feeder, detail, lease) from error
             finally:
                 reader.cancel()  # Ends the call if the caller stopped early.
@@ -277,7 +277,7 @@ class Connection:
                     lease.is_usable = False
             if feeder.error is not None:
                 raise feeder.error
-            if not feeder.has_ended_call:
+            if not feeder.must_cancel:
                 raise ProtocolError("the stream ended before the result of every batch")
 
     def _open(self, path: list[str], headers: Headers, timeout_s: float | None) -> Any:  # noqa: ANN401

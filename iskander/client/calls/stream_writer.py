@@ -53,7 +53,7 @@ class StreamWriter(threading.Thread):
         self._sent = self._received = 0
         self._is_exhausted = False
         self.error: BaseException | None = None
-        self.has_ended_call = False
+        self.must_cancel = False
 
     def run(self) -> None:
         """Write batches until the feed or the call ends."""
@@ -68,8 +68,8 @@ class StreamWriter(threading.Thread):
             self.error = error
         with self._lock:
             self._is_exhausted = True
-            self.has_ended_call = self.error is not None or self._received == self._sent
-        if self.has_ended_call:
+            self.must_cancel = self.error is not None or self._received == self._sent
+        if self.must_cancel:
             self._reader.cancel()
 
     def _write(self, batch: pa.RecordBatch, metadata: bytes) -> None:
@@ -84,7 +84,7 @@ class StreamWriter(threading.Thread):
             else:
                 self._writer.write_batch(batch)
 
-    def on_result(self) -> None:
+    def free_oldest(self) -> None:
         """Free the shared memory of the oldest batch, if it used any.
 
         Raises:

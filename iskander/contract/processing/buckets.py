@@ -1,7 +1,8 @@
 """Buckets of a model with list inputs: one contract for each padded list length.
 
 A row belongs to the smallest bucket that holds it, so that one long row adds no padding to the
-others. A batch contains requests of one bucket only; `Execute` carries the bucket's number.
+others. A batch contains requests of one bucket only; the message `Execute` carries the number of
+the bucket.
 
 Pure. Runs on: gateway and workers.
 """
@@ -15,11 +16,11 @@ from iskander.contract.tensors import Contract, TensorSpec
 from iskander.contract.validation import require
 
 
-def require_one_set(entries: tuple[InputColumn, ...]) -> None:
+def require_same_buckets(entries: tuple[InputColumn, ...]) -> None:
     """Reject inputs with different buckets: all lists of a row are in the same bucket."""
     bucketed = [entry for entry in entries if entry.buckets]
     for entry in bucketed[1:]:
-        is_same, first = entry.buckets == bucketed[0].buckets, bucketed[0].tensor
+        first, is_same = bucketed[0].tensor, entry.buckets == bucketed[0].buckets
         problem = "have different buckets; all lists of a row must share one bucket"
         require(is_same, f"inputs `{first}` and `{entry.tensor}` {problem}")
 

@@ -49,9 +49,9 @@ def require_addresses(config: Config) -> None:
         _require_inferential(config, used)
     if config.shared_memory.path:
         where = f"shared_memory.path {config.shared_memory.path}"
-        _require_socket_path(where, sharing_path(config, config.server.processes - 1))
+        _require_socket_path(where, shared_memory_socket(config, config.server.processes - 1))
         others = [unix_path(address) for address in config.addresses]
-        if sharing_path(config, 0) in [*others, zmq_address(config.inferential.address)]:
+        if shared_memory_socket(config, 0) in [*others, zmq_address(config.inferential.address)]:
             raise ConfigError(f"{where}: path already used by another address of this server")
     for listener in _listeners(config):
         require_protected(config, listener)
@@ -98,7 +98,7 @@ def _listeners(config: Config) -> Iterator[Listener]:
     if isinstance(inferential, str):
         yield Listener("inferential.address", inferential, neither, is_protectable=False)
     if address := admin_address(config.admin):
-        lacks = neither[config.admin.tls :]
+        lacks = ("tokens",) if config.admin.tls else neither
         yield Listener("admin.address", address, lacks, is_protectable=False)
 
 
@@ -151,7 +151,7 @@ def _require_http(config: Config, used: dict[str, str]) -> None:
         used[address] = setting
 
 
-def sharing_path(config: Config, index: int) -> Path:
+def shared_memory_socket(config: Config, index: int) -> Path:
     """Return the path of the shared-memory socket of a gateway process."""
     path = config.shared_memory.path
     return Path(f"{path}.{index}" if index else path)

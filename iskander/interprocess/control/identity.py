@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Final
 
 LOCK: Final = "gateway.lock"
-"""Lock file in a runtime directory; the parent of several processes has a lock file, too."""
+"""Lock file in the runtime directory of a process.
+
+With several processes, their directories are in that of their parent, which has a lock file too."""
 ORIGIN: Final = "iskander-origin"
 """Header by which a worker sends its `gateway_id` to the server of a remote model."""
 
@@ -19,7 +21,8 @@ ORIGIN: Final = "iskander-origin"
 def gateway_id(folder: Path) -> str:
     """Return the same text in all processes of one gateway, and in no other gateway.
 
-    `folder` is the runtime directory of a process. Device and inode tell containers and directories
+    `folder` is the runtime directory of a process; with several processes, that of their parent
+    identifies them. Device and inode tell containers and directories
     apart, and `boot_id` machines.
     """
     is_of_parent = (folder.parent / LOCK).exists()

@@ -189,7 +189,7 @@ class PrivateServer:
         if self._thread.ident is not None:
             self._thread.join(2 * STOP_S)
 
-    def lost(self) -> NotReady | None:
+    def loss_error(self) -> NotReady | None:
         """Return an error if the gateway has ended and will not be started again; else None."""
         if not self._ended.is_set() or self._stopped.is_set():
             return None
@@ -266,7 +266,7 @@ def private_server(
         ConfigError: The file does not exist.
         NotReady: The server does not start.
     """
-    # No other caller uses the server, and the job itself limits its calls that end workers.
+    # The job itself stops after too many crashes, so that the limit of the server is off.
     settings = {"workers.model_deaths": DEATHS_MAX}
     with prepared_server(model, config=config, settings=settings) as server:
         server.start()

@@ -90,7 +90,8 @@ class UnitContext:
         budget: Rejected rows that the job still permits.
         quarantine: Folder of rejected rows; None without one.
         on_rows: Called with the number of rows that have results.
-        terms: Terms of the calls of this job, in addition to those of every job.
+        terms: Options of the calls, such as the client's name and the deadline, in addition to
+            those of every job.
     """
 
     job: Job
@@ -110,9 +111,11 @@ class UnitRun:
     """One run of a unit: its threads and counts.
 
     Attributes:
+        shared: What all units of the job share.
+        unit: The unit.
         rows_in: Rows that were read, after the filter.
         rejected: Rows that the model or the server rejected.
-        write_wait_ns: Time in which the sink waited for results.
+        write_wait_ns: Time in which the writer of the unit waited for results.
     """
 
     shared: UnitContext
@@ -197,7 +200,9 @@ class UnitRun:
                 self.rows_in += batch.num_rows
                 spent_ns += clock.now_ns() - started_ns
                 self._flow.put(read, read.size)
-        except Exception as raised:  # The end of a thread: raised again by `Flow.take`.
+        except (
+            Exception
+        ) as raised:  # It ends this thread, and `Flow.take` raises it in the other one.
             error = raised
         self.shared.counters.add(read_s=spent_ns / clock.NS_PER_S)
         self._flow.end(error)
@@ -239,17 +244,19 @@ class UnitRun:
         """
         error: BaseException | None = None
         try:
-            while self._score_until_rejected():
+            while self._score_until_unsendable():
                 held, self._unsendable = self._unsendable, None
                 assert held is not None and held.error is not None
                 self._put(self._score_again(held.batch, held.error))
                 self._flow.release(held.size)
-        except Exception as raised:  # The end of a thread: raised again by `Flow.take`.
+        except (
+            Exception
+        ) as raised:  # It ends this thread, and `Flow.take` raises it in the other one.
             error = raised
             self._flow.cancel()
         self._results.end(error)
 
-    def _score_until_rejected(self) -> bool:
+    def _score_until_unsendable(self) -> bool:
         """Score batches in one stream.
 
         Return True if it ended before a batch that cannot be sent.
@@ -306,7 +313,7 @@ class UnitRun:
                 yield part
 
     def _score_one(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Score a batch in calls of its own, with retries."""
+        """Score a batch in one stream of its own; the client retries the calls."""
         shared, plan = self.shared, self.shared.planned.plan
         parts = self._cut_for_calls(batch)
         results = list(

@@ -2,7 +2,8 @@
 
 Rows are cut into blocks whose length depends on the schema only; a block is a row group or a record
 batch. The bytes therefore do not depend on the batches that are written. All options whose default
-pyarrow may change are set here. Blocks alone decide about partitions, new files and open files too.
+pyarrow may change are set here. Whether a new file begins or an open one ends depends only on the
+blocks too.
 
 Runs in: the operator's tool, threads of one process; one writer belongs to one thread.
 """

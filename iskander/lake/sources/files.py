@@ -19,7 +19,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from iskander.arrow.layout import column_with_empty_union
+from iskander.arrow.empty_unions import column_with_empty_union
 from iskander.errors import SourceError
 from iskander.lake.job import UNIT_BYTES
 from iskander.lake.plan import canonical

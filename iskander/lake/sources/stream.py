@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from iskander.arrow.layout import column_with_empty_union
+from iskander.arrow.empty_unions import column_with_empty_union
 from iskander.errors import SourceError, Unsupported
 from iskander.lake.filters import Filter
 from iskander.lake.plan import Unit, make_unit

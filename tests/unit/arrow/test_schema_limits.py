@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.random_examples import up_to
 
 from iskander.arrow import ipc
-from iskander.arrow.layout import column_with_empty_union
+from iskander.arrow.empty_unions import column_with_empty_union
 from iskander.arrow.schema_limits import require_schema_limits
 from iskander.config.schema import LimitsConfig
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput

@@ -104,7 +104,7 @@ def test_state_folders_of_other_outputs_are_distinct() -> None:
 
 def test_concurrency_and_the_way_of_a_run_are_not_in_the_fingerprint() -> None:
     other = a_job(concurrency=2, resume=True, overwrite="append", state="x")
-    assert other.fingerprinted() == a_job().fingerprinted()
+    assert other.fingerprint_options() == a_job().fingerprint_options()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_concurrency_and_the_way_of_a_run_are_not_in_the_fingerprint() -> None:
     ],
 )
 def test_options_that_change_results_are_in_the_fingerprint(options: dict[str, Any]) -> None:
-    assert a_job(**options).fingerprinted() != a_job().fingerprinted()
+    assert a_job(**options).fingerprint_options() != a_job().fingerprint_options()
 
 
 def test_fingerprint_depends_on_each_part() -> None:

@@ -32,12 +32,12 @@ def pack_booleans(tensor: np.ndarray) -> np.ndarray:
 
 
 def fits_rows(found: Sequence[int], rows: int, shape: Sequence[int]) -> bool:
-    """Whether a tensor has the rows of a batch, and each row the elements of `shape` in its order.
+    """Whether a tensor has `rows` rows of `shape`, without regard to axes of one element.
 
-    Axes of one element may be missing or more: some exporters declare `[n]` and return `[n, 1]`.
+    Some exporters declare `[n]` and return `[n, 1]`.
     """
-    is_counted = len(found) > 0 and found[0] == rows
-    return is_counted and [n for n in found[1:] if n != 1] == [n for n in shape if n != 1]
+    has_rows = len(found) > 0 and found[0] == rows
+    return has_rows and [n for n in found[1:] if n != 1] == [n for n in shape if n != 1]
 
 
 def shape_error(

@@ -73,23 +73,23 @@ class RemoteServers:
                 "(`remote.message_bytes` of the manifest)"
             )
         end_ns = now_ns() + int(timeout_s * NS_PER_S)
-        is_late = 0 < run.deadline_ns < end_ns
-        end_ns = run.deadline_ns if is_late else end_ns
+        ends_at_deadline = 0 < run.deadline_ns < end_ns
+        end_ns = run.deadline_ns if ends_at_deadline else end_ns
         failures: list[IskanderError] = []
         for index in self._turns():
             target = self.target(index)
             left_s = (end_ns - now_ns()) / NS_PER_S
-            failure = self._attempt(index, method, request, run, headers, left_s)
-            if isinstance(failure, bytes):
-                return failure, target
-            status = failure.fields.get("remote_status")
+            answer = self._attempt(index, method, request, run, headers, left_s)
+            if isinstance(answer, bytes):
+                return answer, target
+            status = answer.fields.get("remote_status")
             if status == "DEADLINE_EXCEEDED" and now_ns() >= end_ns:
-                if is_late:
+                if ends_at_deadline:
                     raise DeadlineExceeded(f"deadline passed while {target} computed the batch")
                 setting = "timeout_s" if method == INFER else "connect_s"
                 limit = f"{timeout_s:g} s (`remote.{setting}`)"
                 raise RemoteTimeout(f"{target} did not answer within {limit}")
-            failures.append(failure)
+            failures.append(answer)
             if status != "UNAVAILABLE":
                 break
         raise _final_error(failures)
@@ -114,6 +114,7 @@ class RemoteServers:
     def _attempt(
         self, index: int, method: str, request: bytes, run: Run, headers: Headers, left_s: float
     ) -> bytes | IskanderError:
+        """Make one call; return the response, or the error that another server may not have."""
         token = self._token.header() if self._token is not None else ()
         metadata = (*self._section.metadata.items(), *token, *headers)
         stub = self._channels[index].unary_unary(f"/{SERVICE}/{method}")

@@ -240,7 +240,7 @@ def _load(job: Job) -> tuple[str, Session]:
     from iskander_worker.loading.opener import ModelSource
     from iskander_worker.loading.prepacked import align_weights
     from iskander_worker.session import Session
-    from iskander_worker.warm_up import sample_results
+    from iskander_worker.warm_up import random_results
 
     spec, source = job.spec, ModelSource(libraries=job.libraries)
 
@@ -273,7 +273,7 @@ def _load(job: Job) -> tuple[str, Session]:
         return shorten(f"the saved model cannot be loaded: {error.message}", 300), session
     if shared.contract != session.contract:
         return "the saved model has another contract", session
-    if sample_results(session, spec.rows_max) != sample_results(shared, spec.rows_max):
+    if random_results(session, spec.rows_max) != random_results(shared, spec.rows_max):
         return "the saved model has other results", session
     return "", session
 

@@ -26,7 +26,7 @@ _TRANSPARENT = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
 def check_capacity(subject: Subject) -> Iterator[Finding]:
-    """Memory of the machine and the control group, against arenas and processes."""
+    """Check that arenas and processes fit in the memory of the machine and the control group."""
     facts, demand = subject.facts, subject.demand
     group, total = facts.cgroup.memory_bytes, facts.memory.total
     limit = min(total, group or total)
@@ -56,7 +56,7 @@ def check_capacity(subject: Subject) -> Iterator[Finding]:
 
 
 def check_huge_pages(subject: Subject) -> Iterator[Finding]:
-    """Reserved and transparent huge pages, against the arenas."""
+    """Check that there are huge pages for the arenas, reserved or transparent."""
     memory, demand, group = subject.facts.memory, subject.demand, subject.facts.cgroup
     small = sum(demand.arenas) // SMALL_PAGE_BYTES
     why = (
@@ -94,16 +94,14 @@ def check_huge_pages(subject: Subject) -> Iterator[Finding]:
 def _transparent(rule: str) -> Finding:
     why = "Transparent huge pages replace missing reserved ones, if the kernel finds free ones."
     found = f"shmem_enabled is {rule}"
-    if rule in ("advise", "always", "within_size", "force"):
-        return Finding("transparent_huge_pages", State.OK, found, why)
-    if rule not in ("never", "deny"):
+    if rule not in ("never", "deny"):  # They are on, or the kernel has none.
         return Finding("transparent_huge_pages", State.OK, found, why)
     fix, undo = (f"echo {value} > {_TRANSPARENT}" for value in ("advise", rule))
     return Finding("transparent_huge_pages", State.WARNING, found, why, fix, undo)
 
 
 def check_locked_memory(subject: Subject) -> Iterator[Finding]:
-    """The limit of locked memory, against the arenas."""
+    """Check that the limit of locked memory permits the arenas."""
     facts, demand = subject.facts, subject.demand
     limit, needed = facts.limits.locked_bytes, sum(demand.arenas)
     allowed = "any amount" if limit is None or facts.has_lock_capability else mib(limit)
@@ -121,7 +119,7 @@ def check_locked_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def check_swap(subject: Subject) -> Iterator[Finding]:
-    """Swap space, unless the arenas are locked."""
+    """Check whether the arenas can be swapped out."""
     swap = subject.facts.memory.swap
     why = "A batch that reads a swapped page waits for the disk: 0.1 to 10 ms a page."
     if not swap:
@@ -137,7 +135,7 @@ def check_swap(subject: Subject) -> Iterator[Finding]:
 
 
 def check_overcommit(subject: Subject) -> Iterator[Finding]:
-    """Strict accounting of memory."""
+    """Check that the arenas fit if the kernel accounts memory strictly."""
     memory, needed = subject.facts.memory, sum(subject.demand.arenas)
     found = f"vm.overcommit_memory = {memory.overcommit}"
     why = "With strict accounting, arenas, model weights and thread stacks count in full."

@@ -20,7 +20,7 @@ from iskander.interprocess.control.messages import ModelSpec
 
 
 class Share(NamedTuple):
-    """A model on a device, and its budget; 0: not declared."""
+    """A model on a device, and the memory that its settings declare; 0 if they declare none."""
 
     title: str
     budget_bytes: int
@@ -62,11 +62,13 @@ def require_budget(gpu: Gpu, shares: Sequence[Share], workers: int, reserve_byte
         budget_bytes = sum(share.budget_bytes for share in shares)
     if why := shortage(shares, budget_bytes):
         reserve = f"workers.gpu_reserve_bytes = {reserve_bytes} for each of {workers} workers"
-        raise ConfigError(f"{gpu.description}: {why}; its memory without {reserve} is for models")
+        raise ConfigError(
+            f"{gpu.description}: {why}; models may use the device's memory minus {reserve}"
+        )
 
 
 def spec_for(model: ModelSpec, device: str) -> ModelSpec:
-    """Return the load specification for a kind of worker: without a GPU, no providers of one."""
+    """Return the load specification for a worker; one without a GPU gets no providers of GPUs."""
     if device == "gpu" or not GPU_PROVIDERS.intersection(model.execution_providers):
         return model
     return msgspec.structs.replace(
@@ -85,7 +87,7 @@ def with_limit(
 ) -> dict[str, dict[str, str]]:
     """Return the options of providers with the budget as the limit of each one's memory.
 
-    An option of the configuration is kept: it is checked to be at most the budget.
+    An option of the configuration is kept: `require_budget` has checked it.
     """
     merged = {provider: dict(values) for provider, values in options.items()}
     for provider in providers:

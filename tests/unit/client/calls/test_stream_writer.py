@@ -41,9 +41,9 @@ def test_more_results_than_batches_are_a_protocol_error() -> None:
     writer = StreamWriter(call, call, next(rest), rest, None)
     writer.start()
     writer.join(JOIN_S)
-    writer.on_result()
+    writer.free_oldest()
     with pytest.raises(ProtocolError, match="more results"):
-        writer.on_result()
+        writer.free_oldest()
 
 
 @pytest.mark.parametrize(
