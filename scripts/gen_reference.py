@@ -283,7 +283,8 @@ def manifest_tables() -> str:
             default = "required" if key.default is None else f"`{key.default}`"
             is_shown = key.type in SHOWN_TYPES and key.default not in (None, "", '""')
             facts = filter(
-                None, ("" if is_shown else key.type, default if key.default != "" else "")
+                None,
+                ("" if is_shown else key.type, default if key.default not in ("", '""') else ""),
             )
             lines.append(f"- `{key.name}` ({', '.join(facts)}): {key.sentence}")
     return "\n".join(lines) + "\n"

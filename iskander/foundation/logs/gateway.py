@@ -113,8 +113,7 @@ def output_arena_restricted(*, arena: str, notice: str) -> str:
 def ready(*, addresses: str, start_ms: int) -> str:
     """The start is complete, and requests are accepted.
 
-    A model of the repository that does not load, and every model with `workers.spawn` off, may not
-    be ready yet: `/readyz` at `admin.address` has the reasons.
+    `/readyz` at `admin.address` has the reasons of models that are not ready yet.
     """
     return f"ready on {addresses} after {start_ms} ms"
 
@@ -193,7 +192,7 @@ def reloaded(*, note: str) -> str:
 
 @gateway.error("reason")
 def reload_rejected(*, reason: str) -> str:
-    """The configuration is invalid, or a change in it needs a restart; nothing changed.
+    """The configuration is invalid or needs a restart; nothing changed.
 
     Do: Correct the file, as `iskander check FILE` shows, or restart the gateway.
     """
@@ -251,7 +250,7 @@ def replacement_undone(*, child: int, note: str) -> str:
 
 @processes.error("child")
 def replacement_incomplete(*, child: int, note: str) -> str:
-    """A process does not get ready after a reload, nor after a return to the previous settings.
+    """A process does not get ready after a reload, nor with the previous settings.
 
     Do: Read the log of that process; the others keep serving.
     """
@@ -323,9 +322,7 @@ def notification_socket_failed(*, reason: str) -> str:
 
 @auxiliary.error()
 def auxiliary_process_crashed(*, error: BaseException) -> str:
-    """A process that works for the gateway, such as the export of traces, ends with an exception.
-
-    The gateway starts it again.
+    """An auxiliary process, such as that of traces, ends with an exception, and is started again.
 
     Do: Read the traceback. If it is of a setting or a variable of the environment, such as those of
     OpenTelemetry, correct it and restart the gateway. Otherwise report a bug.

@@ -11,8 +11,6 @@ gpus = Source("iskander.gpus", "worker")
 def gpu_lost(*, worker: int, gpu: str, reason: str) -> str:
     """The GPU of a worker cannot be used; its slot is out of service until the GPU returns.
 
-    Its batches run on other workers that can run them; without one they are rejected.
-
     Do: Read `dmesg | grep -i xid`; reset the card (`nvidia-smi --gpu-reset -i N`) or restart the
     machine. A card that falls off the bus again has a fault of power, cooling or hardware.
     """
@@ -58,7 +56,7 @@ def gpu_monitor_ended(*, reason: str, pause_s: float) -> str:
 
 @gpus.warning()
 def gpu_monitor_stuck(*, processes: int) -> str:
-    """Processes that read NVML cannot be ended, so no more are started: GPUs are not monitored.
+    """Processes that read NVML cannot be ended: GPUs are not monitored.
 
     Do: Restart the machine: a process in a call of the driver ends only with it.
     """

@@ -36,7 +36,7 @@ def model_quarantined(*, model: str, pause_s: float, reason: str) -> str:
 
 @supervisor.info("model")
 def requests_combined(*, model: str, by: str, verdict: str, evidence: str) -> str:
-    """Requests for a model may run as one batch, by the measurement of the load or the manifest."""
+    """Requests for a model may run as one batch."""
     return f"requests for model {model} are combined, by {by}; its rows are {verdict}: {evidence}"
 
 
@@ -142,7 +142,7 @@ def generation_changed(*, generation: int, model: str, change: str, before: str,
 
 @repository.error()
 def repository_change_failed(*, error: BaseException) -> str:
-    """A change of the repository failed for a reason that is no fault of a model.
+    """A change of the repository failed for no fault of a model.
 
     Do: Report a bug with the traceback.
     """
@@ -224,7 +224,7 @@ def shadow_not_comparable(*, model: str, served: str, reason: str) -> str:
 
 @shadow.error("model")
 def shadow_ended_worker(*, model: str, worker: int) -> str:
-    """A worker ended while it ran a shadow batch; the shadow version is suspended for a while.
+    """A worker ended while it ran a shadow batch; the shadow version is suspended.
 
     Do: Find out why the shadow version ends workers before it is served.
     """

@@ -46,7 +46,7 @@ def tls_reloaded() -> str:
 
 @connections.error("reason")
 def accept_failed(*, reason: str, times: int, limit: int) -> str:
-    """Connections cannot be accepted, mostly for lack of file descriptors.
+    """Connections cannot be accepted, mostly for lack of descriptors.
 
     Do: Raise the limit (`LimitNOFILE=`, `ulimit -n`) or lower `limits.connections`.
     """
@@ -118,7 +118,7 @@ def http_connection_failed(*, error: BaseException) -> str:
 
 @http1.error()
 def http_application_failed(*, error: BaseException) -> str:
-    """An HTTP request raised an exception; its client got status 500, or a part of the response.
+    """An HTTP request raised an exception; its client got status 500 or a part of the response.
 
     Do: Report a bug with the traceback.
     """
@@ -133,7 +133,7 @@ def audit_record(*, record: str) -> str:
 
 @audit.error("record")
 def audit_record_not_written(*, record: str) -> str:
-    """An entry of the audit log, as JSON, that the file of the audit log lacks.
+    """An entry of the audit log, as JSON, that its file lacks.
 
     Do: Correct the cause, which `audit_write_failed` has.
     """
@@ -142,7 +142,7 @@ def audit_record_not_written(*, record: str) -> str:
 
 @audit.error("file")
 def audit_write_failed(*, file: str, reason: str) -> str:
-    """The file of the audit log cannot be written; its records go to the log until it can.
+    """The file of the audit log cannot be written; its records go to the log.
 
     Do: Free space on its file system, or correct the path and the permissions.
     """

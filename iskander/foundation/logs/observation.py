@@ -29,9 +29,9 @@ def observer_not_started(*, reason: str) -> str:
 
 @observation.error()
 def observer_message_invalid(*, reason: str) -> str:
-    """The observer process sent a message that the gateway cannot read.
+    """The observer process sent an invalid message.
 
-    The process is started again, unless the message was a report of drift, which counts as empty.
+    It is started again, unless the message was a report of drift.
 
     Do: Report a bug. If the installation was updated, restart the server.
     """

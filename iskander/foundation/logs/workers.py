@@ -35,7 +35,7 @@ def worker_frame_malformed(*, worker: int, reason: str) -> str:
 
 @supervisor.error("worker")
 def worker_message_failed(*, worker: int, kind: str, error: BaseException) -> str:
-    """A message of a worker could not be processed, and the worker is killed.
+    """A message of a worker raised an exception, and the worker is killed.
 
     Do: Check that gateway and worker have the same version; otherwise report a bug.
     """
@@ -46,7 +46,7 @@ def worker_message_failed(*, worker: int, kind: str, error: BaseException) -> st
 def worker_hung(*, worker: int, silent_ms: int, running: str) -> str:
     """A worker sent no heartbeat during a batch (`workers.hang_s`, `workers.hang_factor`).
 
-    Its stack follows on stderr. It is ended and replaced, and its requests are retried.
+    Its stack follows on stderr. It is replaced, and its requests are retried.
 
     Do: Look for a loop or a lock in the model's code or libraries; raise the limit if batches
     take that long.
@@ -195,7 +195,7 @@ def worker_failed(*, reason: str) -> str:
 
 @worker_process.error()
 def worker_device_lost(*, error: BaseException) -> str:
-    """A GPU or a kernel on it failed, after which the worker cannot use the GPU; it is replaced.
+    """A GPU or a kernel on it failed; the worker is replaced.
 
     Do: Read the driver's error; check the card with `nvidia-smi`, and the model of the last batch.
     """
@@ -204,7 +204,7 @@ def worker_device_lost(*, error: BaseException) -> str:
 
 @worker_process.error()
 def worker_bug(*, error: BaseException) -> str:
-    """A bug in a worker, which ends and is replaced, or in the process of a sandboxed load.
+    """A bug in a worker, which is replaced, or in a sandboxed load.
 
     Do: Report a bug with the traceback.
     """
@@ -222,7 +222,7 @@ def worker_crashed(*, error: BaseException) -> str:
 
 @worker_process.info()
 def worker_cores_changed() -> str:
-    """The next gateway assigned other cores; this worker ends, and a new one starts."""
+    """The next gateway assigned other cores; this worker is replaced."""
     return "exiting: the new gateway assigned other cores, and a pinned worker cannot move"
 
 
