@@ -60,7 +60,7 @@ test-kserve: .venv/.installed-tests
 	    $(BIN)/pytest tests/system/test_oip_kserve.py tests/system/test_protocols_page.py
 
 # ONNX's backend suite over gRPC, HTTP and Flight, compared with ONNX Runtime in process; 6 minutes on two
-# cores. It replaces the table of docs/conformance.md.
+# cores. It replaces the table of tests/onnx_suite/README.md.
 test-onnx: .venv/.installed-tests
 	$(BIN)/python tests/onnx_suite/run.py --write --log build/onnx-suite.jsonl
 

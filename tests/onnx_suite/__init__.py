@@ -2,5 +2,5 @@
 
 `cases` reads the models of ONNX's backend test suite, `clients` sends named tensors over gRPC, HTTP
 and Flight, `reference` runs them in process, `comparison` runs a list of cases on gateways and
-judges each, `table` writes the verdicts to `docs/conformance.md`, and `run` is the command.
+judges each, `table` writes the verdicts to `README.md`, and `run` is the command.
 """

@@ -1,6 +1,6 @@
 """Runs ONNX's backend suite on gateways: `python tests/onnx_suite/run.py [WORD ...]`.
 
-`--write` replaces the table of `docs/conformance.md`; it needs all cases. Returns 1 if a result is
+`--write` replaces the table of `README.md`; it needs all cases. Returns 1 if a result is
 wrong, a failure is internal, a worker dies, or a reason has no class.
 """
 
