@@ -43,6 +43,7 @@ from iskander.config.schema import Config, LimitsConfig
 from iskander.contract.column_types import parse_column_type
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.foundation import varint
+from iskander.gateway.protocols.flight.batch_message import BatchMessage
 from iskander.gateway.protocols.flight.codec import StreamCodec
 from iskander.gateway.protocols.flight.data import data_head, read_flight_data
 from iskander.gateway.protocols.flight.plan import Plan
@@ -268,14 +269,16 @@ def _flight_cases() -> Iterator[Case]:
     codec, whole = _codec(batch.schema), data_head(header, b"", len(body)) + body
 
     def like_the_last() -> list[tuple[int, int]]:
-        parsed = codec.read(whole)
+        parsed = codec.repeated(whole)
+        if parsed is None:  # The first time.
+            parsed = codec.decode(codec.locate(whole))
         assert parsed is not None
         return parsed.tensors
 
     def parse_each() -> list[tuple[int, int]]:
         message = flight_pb2.FlightData.FromString(whole)
-        found = memoryview(message.data_header), memoryview(message.data_body)
-        parsed = codec.decode(*found, message.app_metadata)
+        header, body = memoryview(message.data_header), memoryview(message.data_body)
+        parsed = codec.decode(BatchMessage(whole, header, body, message.app_metadata))
         assert parsed is not None
         return parsed.tensors
 
@@ -365,7 +368,7 @@ def _arrow_cases() -> Iterator[Case]:
         return known()
 
     def known() -> list[int]:
-        parsed = codec.decode(view, data, b"")
+        parsed = codec.decode(BatchMessage(b"", view, data))
         assert parsed is not None
         return [begin for begin, _ in parsed.tensors]
 

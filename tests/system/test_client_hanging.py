@@ -83,7 +83,7 @@ def client_of(*servers: Server, **options: Any) -> Client:
 
 
 def left(client: Client) -> list[bool]:
-    return [target.left_ns is not None for target in client._targets._targets]
+    return [target.next_probe_ns is not None for target in client._targets._targets]
 
 
 @contextlib.contextmanager

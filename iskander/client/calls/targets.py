@@ -80,7 +80,7 @@ class Target:
 
     Attributes:
         is_preferred: Whether the target gets all calls while it is ready.
-        left_ns: Time of the next probe; None while the target is ready.
+        next_probe_ns: Time of the next probe; None while the target is ready.
         probes: Number of probes since the target was left.
         returns: Number of times that the target became ready again.
     """
