@@ -35,7 +35,7 @@ COMPILED = (
     "iskander/gateway/protocols/oip/pending.py",
     "iskander/gateway/protocols/oip/request.py",
     "iskander/gateway/protocols/oip/service.py",
-    "iskander/gateway/protocols/oip/stream.py",
+    "iskander/gateway/protocols/oip/streamed.py",
     "iskander/gateway/protocols/oip/tensors.py",
     "iskander/gateway/protocols/oip/unary.py",
     "iskander/gateway/protocols/oip/wire.py",

@@ -94,6 +94,21 @@ def test_open_inference_over_grpc(gateway: Gateway, is_streamed: bool) -> None:
     assert added(gateway, before) == {"malformed": 1}
 
 
+def test_error_that_ends_a_stream_does_not_end_the_next_one(gateway: Gateway) -> None:
+    unknown = oip_pb2.ModelInferRequest(model_name="nope").SerializeToString()
+    right = oip_pb2.ModelInferRequest(
+        model_name="ids",
+        inputs=[{"name": "x", "datatype": "INT64", "shape": [3]}],
+        raw_input_contents=[np.arange(3).tobytes()],
+    ).SerializeToString()
+    with grpc.insecure_channel(gateway.address) as channel:
+        stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError, match="there is no model"):
+                list(stream(iter([unknown]), metadata=[("triton_grpc_error", "true")]))
+            assert len(list(stream(iter([right, right])))) == 2
+
+
 def test_open_inference_over_http(gateway: Gateway) -> None:
     before = refused(gateway)
     body = {"inputs": [{"name": "x", "datatype": "INT64", "shape": [2], "data": [1, 2, 3]}]}

@@ -74,3 +74,24 @@ def test_exception_names_have_one_type_per_function() -> None:
                     if types.setdefault(node.name, kind) != kind:
                         findings.append(f"{name}: {function.name}: {node.name}: {kind}")
     assert findings == []
+
+
+def test_compiled_coroutines_do_not_wait_while_an_error_is_handled() -> None:
+    """After an `await` in `finally` or `except`, mypyc raises that error in a later coroutine."""
+    found = []
+    for name, path in compiled_files().items():
+        for function in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(function, ast.AsyncFunctionDef) and _waits_in_handler(function):
+                found.append(f"{name}: {function.name}")
+    assert found == []
+
+
+def _waits_in_handler(function: ast.AsyncFunctionDef) -> bool:
+    handlers: list[ast.stmt] = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Try):
+            handlers += node.finalbody
+            for handler in node.handlers:
+                handlers += handler.body
+    waits = (ast.Await, ast.AsyncWith, ast.AsyncFor)
+    return any(isinstance(node, waits) for each in handlers for node in ast.walk(each))
