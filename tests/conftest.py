@@ -153,7 +153,10 @@ def _footprint() -> dict[str, list[str]]:
         "orphans": _named(orphans),
         "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("iskander")),
         "mappings": shared_mappings(),
-        "shm": sorted(path.name for path in Path("/dev/shm").iterdir()),
+        # Semaphores are those of the test runner's processes.
+        "shm": sorted(
+            path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")
+        ),
         "descriptors": _shared_descriptors(),
     }
 

@@ -482,6 +482,10 @@ def test_object_store(store: ThreadedMotoServer, tmp_path: Path) -> None:
     assert sorted(pl.read_parquet(tmp_path / "*.parquet")["x"].to_list()) == [1, 2, 3]
 
 
+SLOTS = {"slot-0", "slot-1"}
+"""Folders in which two gateway processes write."""
+
+
 @pytest.mark.slow
 def test_model_of_a_repository_and_two_processes(tmp_path: Path) -> None:
     """`model.toml` has the share; both processes write files of their own."""
@@ -495,10 +499,16 @@ def test_model_of_a_repository_and_two_processes(tmp_path: Path) -> None:
         repository={"path": "models"},
         prediction_log={"path": "log", "file_s": 0.2},
     ) as gateway:
-        for value in range(40):
+        values: list[int] = []
+
+        def both_write() -> bool:
+            values.append(len(values))
+            score(gateway, values[-1:])
+            return {path.name for path in tmp_path.glob("log/.writing/slot-*")} == SLOTS
+
+        eventually(both_write, what="a file of each process")
+        for value in range(len(values), len(values) + 20):
+            values.append(value)
             score(gateway, [value])
-    assert sorted(logged(tmp_path)["x"].to_list()) == list(range(40))
-    assert sorted(path.name for path in tmp_path.glob("log/.writing/slot-*")) == [
-        "slot-0",
-        "slot-1",
-    ]
+    assert sorted(logged(tmp_path)["x"].to_list()) == values
+    assert {path.name for path in tmp_path.glob("log/.writing/slot-*")} == SLOTS
