@@ -101,7 +101,7 @@ def main() -> None:
         ).stdout
         if str(folder / "venv") not in found:
             sys.exit(f"the tests import iskander from outside the wheel: {found}")
-        pytest = [python.parent / "pytest", "-q", "-n", "4", "--dist", "loadfile"]
+        pytest = [python.parent / "pytest", "-q", "-n", "3", "--dist", "loadfile"]
         pytest += ["--no-loadscope-reorder", "-p", "no:cacheprovider", *TESTS]
         pytest += [f"--ignore={name}" for name in NEED_SOURCES]
         environment = os.environ | {"ISKANDER_SLOW": "1"}

@@ -127,7 +127,10 @@ def test_model_that_exceeds_the_card_is_refused_at_the_plan(tmp_path: Path, gpu:
     try:
         gateway.start(is_ready=False)
         assert gateway.wait() == 78
-        assert "GiB available; its memory without workers.gpu_reserve_bytes" in gateway.text()
+        assert (
+            "GiB available; models may use the device's memory minus workers.gpu_reserve_bytes"
+            in gateway.text()
+        )
     finally:
         gateway.end()
 

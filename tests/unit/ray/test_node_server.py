@@ -51,7 +51,7 @@ class _Gateway:
     def is_ready(self) -> bool:
         return not self._has_ended
 
-    def lost(self) -> NotReady | None:
+    def loss_error(self) -> NotReady | None:
         return NotReady("the gateway ended") if self._has_ended else None
 
     def stop(self) -> None:

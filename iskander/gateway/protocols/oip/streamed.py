@@ -1,4 +1,4 @@
-"""One request of a ModelStreamInfer call: its place in the window, and its response or error.
+"""One request of a ModelStreamInfer call: its place in the window, its response or error.
 
 Runs on: gateway loop. Source: Triton's streaming extension of the Open Inference Protocol v2.
 """

@@ -200,7 +200,10 @@ def test_several_models_share_a_card_by_their_budgets(tmp_path: Path) -> None:
     assert slot.gpu_budget_bytes == ONE.cards[0].memory_bytes - GIB
     text = refusal(ONE, tmp_path, *models[:2], CUDA | {"gpu_memory_bytes": 27 * GIB})
     assert text.startswith("GPU 0 (NVIDIA H100 80GB HBM3, 79.65 GiB): 79 GiB needed (`m0/1` 26 GiB")
-    assert "78.65 GiB available; its memory without workers.gpu_reserve_bytes" in text
+    assert (
+        "78.65 GiB available; models may use the device's memory minus workers.gpu_reserve_bytes"
+        in text
+    )
 
 
 def test_reserve_of_each_worker_reduces_the_budget(tmp_path: Path) -> None:
