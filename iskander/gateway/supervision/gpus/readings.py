@@ -55,23 +55,17 @@ class NvmlReport(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class GpuReading(msgspec.Struct, frozen=True):
-    """State of a device. A value that it does not support is None.
+class GpuValues(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured values of a GPU. A value that the GPU does not support is None.
 
     Attributes:
-        lost: Why no process can use it; empty if it can be used.
-        error: Last failed call; empty if none failed.
-        age_s: Time since NVML answered for it.
-        throttles: Why its clocks are lower than they could be, of `THROTTLES`.
-        ecc_corrected: Since the driver was loaded, as `ecc_uncorrected`.
-        xids: Xid errors by code since the monitor was started.
+        utilization: Share of time in which a kernel ran.
+        throttles: Why the clocks are lower than they could be, of `THROTTLES`.
+        ecc_corrected: Memory errors since the driver was loaded, as `ecc_uncorrected`.
+        xids: Number of Xid errors by code, since the monitor was started.
         pcie_replays: Repeated transfers on the PCIe link.
     """
 
-    uuid: str
-    age_s: float = 0.0
-    lost: str = ""
-    error: str = ""
     utilization: float | None = None
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
@@ -84,6 +78,21 @@ class GpuReading(msgspec.Struct, frozen=True):
     pcie_generation: int | None = None
     pcie_width: int | None = None
     pcie_replays: int | None = None
+
+
+class GpuReading(GpuValues, frozen=True):
+    """One reading of a GPU.
+
+    Attributes:
+        lost: Why no process can use the GPU; empty if it can be used.
+        error: Last failed call; empty if none failed.
+        age_s: Time since NVML answered for the GPU.
+    """
+
+    uuid: str
+    age_s: float = 0.0
+    lost: str = ""
+    error: str = ""
 
 
 class MonitorReport(msgspec.Struct, frozen=True):

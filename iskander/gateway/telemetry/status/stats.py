@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from iskander.foundation.decoders import thread_safe
+from iskander.gateway.supervision.gpus.readings import GpuValues
 
 
 class LatencyStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,18 +192,14 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
         return "crash loop" if self.looping else self.state
 
 
-class GpuStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU; a value that it does not report is null.
+class GpuStats(GpuValues, frozen=True, kw_only=True):
+    """A GPU and its last values; `xids` are counted since the start of the gateway.
 
     Attributes:
         gpu: Number, as in `workers.groups`.
         profile: Profile of a MIG slice.
         state: `ok`, `throttled`, `error`, `no answer`, `lost` or `unknown`.
         age_s: Time since NVML answered.
-        utilization: Share of time in which a kernel ran.
-        throttles: Why its clocks are lower than they could be.
-        ecc_corrected: Memory errors since the driver was loaded, as `ecc_uncorrected`.
-        xids: Xid errors by number.
     """
 
     gpu: str
@@ -213,18 +210,6 @@ class GpuStats(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     reason: str
     age_s: float | None = None
-    utilization: float | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    temperature_c: int | None = None
-    power_w: float | None = None
-    throttles: tuple[str, ...] = ()
-    ecc_corrected: int | None = None
-    ecc_uncorrected: int | None = None
-    xids: dict[str, int] = {}
-    pcie_generation: int | None = None
-    pcie_width: int | None = None
-    pcie_replays: int | None = None
 
 
 class ArenaStats(msgspec.Struct, frozen=True, kw_only=True):

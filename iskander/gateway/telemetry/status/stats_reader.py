@@ -18,7 +18,7 @@ from iskander.foundation.measurement.histogram import LATENCY_BOUNDS_NS, Histogr
 from iskander.foundation.measurement.process_usage import cpu_s, resident_bytes
 from iskander.gateway.scheduling.lanes.lane import Lane
 from iskander.gateway.supervision.gpus.health import GpuState
-from iskander.gateway.supervision.gpus.readings import GpuReading
+from iskander.gateway.supervision.gpus.readings import GpuReading, GpuValues
 from iskander.gateway.supervision.worker import Worker
 from iskander.gateway.telemetry.metrics.sources import MetricSources
 from iskander.gateway.telemetry.status.stats import (
@@ -182,15 +182,8 @@ def _lane(lane: Lane, is_ready: bool, has_times: bool) -> LaneStats:
 
 
 def _row_relation(relation: RowRelation) -> RowRelationStats:
-    return RowRelationStats(
-        verdict=relation.verdict,
-        evidence=relation.evidence,
-        combine=relation.combine,
-        is_combinable=relation.is_combinable,
-        is_whole=relation.is_whole,
-        reason=relation.reason,
-        summary=relation.summary,
-    )
+    names = RowRelationStats.__struct_fields__
+    return RowRelationStats(**{name: getattr(relation, name) for name in names})
 
 
 def _worker(worker: Worker, now: int) -> WorkerStats:
@@ -238,6 +231,7 @@ def _worker(worker: Worker, now: int) -> WorkerStats:
 
 def _gpu(state: GpuState) -> GpuStats:
     gpu, reading, age_s = state.gpu, state.reading or GpuReading(state.gpu.uuid), state.age_s
+    values = {name: getattr(reading, name) for name in GpuValues.__struct_fields__}
     return GpuStats(
         gpu=gpu.number,
         uuid=gpu.uuid,
@@ -247,18 +241,7 @@ def _gpu(state: GpuState) -> GpuStats:
         state=state.state,
         reason=state.reason,
         age_s=None if age_s is None else round(age_s, 3),
-        utilization=reading.utilization,
-        memory_used_bytes=reading.memory_used_bytes,
-        memory_total_bytes=reading.memory_total_bytes,
-        temperature_c=reading.temperature_c,
-        power_w=reading.power_w,
-        throttles=reading.throttles,
-        ecc_corrected=reading.ecc_corrected,
-        ecc_uncorrected=reading.ecc_uncorrected,
-        xids=dict(state.xids),
-        pcie_generation=reading.pcie_generation,
-        pcie_width=reading.pcie_width,
-        pcie_replays=reading.pcie_replays,
+        **values | {"xids": dict(state.xids)},
     )
 
 
