@@ -18,6 +18,7 @@ from iskander.contract.processing.row_relation import INDEPENDENT, RowRelation, 
 from iskander.contract.runtime import Runtime
 from iskander.contract.tensors import Contract
 from iskander.errors import (
+    Cancelled,
     ContractError,
     DroppedFromQueue,
     IskanderError,
@@ -423,9 +424,10 @@ class Lane:
     def count_refused(self, error: IskanderError) -> None:
         """Count a request that its protocol rejects, unless a step before has counted it.
 
-        For errors in its content, which protocols find before `check`.
+        For errors in its content, which protocols find before `check`. A request whose caller is
+        gone is withdrawn, not refused.
         """
-        if not error.is_counted:
+        if not error.is_counted and error.code != Cancelled.code:
             error.is_counted = True
             self.counts[f"refused.{error.code}"] += 1
 

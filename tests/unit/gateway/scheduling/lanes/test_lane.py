@@ -12,7 +12,7 @@ from iskander.config.models import LaneConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.processing.row_relation import RowRelation
 from iskander.contract.tensors import Contract, TensorSpec
-from iskander.errors import IskanderError, QueueFull
+from iskander.errors import Cancelled, ContractError, IskanderError, QueueFull
 from iskander.gateway.scheduling.lanes.admission import PASSED_MAX
 from iskander.gateway.scheduling.lanes.lane import PROBE_NS, Lane
 from iskander.gateway.scheduling.lanes.policies import BATCH_LINGER_NS
@@ -590,3 +590,17 @@ def test_backlog_of_a_lane_that_combines_nothing_counts_its_requests() -> None:
             assert caught.value.code == "deadline_unreachable"
         else:
             admit(lane, budget_ms=50.0)
+
+
+def test_refusal_of_a_protocol_is_counted_once_and_a_withdrawal_is_none() -> None:
+    lane = open_lane()
+    error = ContractError("a wrong column")
+    lane.count_refused(error)
+    lane.count_refused(error)
+    lane.count_refused(Cancelled("the client disconnected"))
+    checked = request_of(lane, arrived_ns=NOW - 1, ttl_ms=0.000001)
+    with pytest.raises(IskanderError) as caught:
+        lane.check(checked, NOW)
+    lane.count_refused(caught.value)
+    refused = {name: count for name, count in lane.counts.items() if name.startswith("refused.")}
+    assert refused == {"refused.contract": 1, f"refused.{caught.value.code}": 1}
