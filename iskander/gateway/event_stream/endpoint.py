@@ -40,6 +40,13 @@ CACHED_TOPICS_MAX: Final = 1024
 RETRY_AFTER_S: Final = 5
 CHALLENGES: Final = b'Basic realm="iskander", Bearer'
 """A browser asks for user name and password, sends them again, and needs no other way."""
+HEADERS: Final = (
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-store"),
+    (b"connection", b"close"),
+    (b"x-accel-buffering", b"no"),
+    (b"x-content-type-options", b"nosniff"),
+)
 _LAST_ID: Final = b"last-event-id"
 
 
@@ -62,6 +69,7 @@ class EventEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a subscriber with the stream, or with an error."""
         try:
+            _require_no_body(scope)
             topics = read_topics(scope["query_string"])
             grant = await self._authenticate(scope)
             if self._publisher.readers >= self.streams_max:
@@ -70,6 +78,10 @@ class EventEndpoint:
                 raise Overloaded(f"{self._publisher.readers} subscribers of events, {limit}")
         except IskanderError as error:
             await _send_error(error, send)
+            return
+        if scope["method"] == "HEAD":
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await send({"type": "http.response.body", "body": b""})
             return
         selection = Selection(topics, grant)
         last_id = next((value for name, value in scope["headers"] if name == _LAST_ID), b"")
@@ -97,14 +109,7 @@ class EventEndpoint:
     ) -> None:
         """Send the response, in each loop iteration at most `CHUNK_BYTES`."""
         publisher, time = self._publisher, asyncio.get_running_loop().time
-        headers = [
-            (b"content-type", b"text/event-stream"),
-            (b"cache-control", b"no-store"),
-            (b"connection", b"close"),
-            (b"x-accel-buffering", b"no"),
-            (b"x-content-type-options", b"nosniff"),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         text, sent_s = OPENING + format_heartbeat(reader.position), 0.0
         while not gone.done() and selection.is_valid():
             arrived = publisher.arrived
@@ -174,6 +179,13 @@ def read_topics(query: bytes) -> tuple[str, ...]:
         problem = f"query of `/events` has `{unknown[:100]}`; expected `topic=BEGIN`, repeatable"
         raise MalformedInput(problem)
     return tuple(value for _, value in pairs)
+
+
+def _require_no_body(scope: Scope) -> None:
+    """Raise MalformedInput for a request with a body, which the stream would read without end."""
+    for name, value in scope["headers"]:
+        if name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0")):
+            raise MalformedInput("a request for events has no body")
 
 
 async def _wait_until_gone(receive: Receive) -> None:

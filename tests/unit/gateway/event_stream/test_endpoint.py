@@ -61,10 +61,10 @@ class Served:
         )
         self.publisher.publish(f"completion/{model}/1", "completion", encode(event))
 
-    async def open(self, path: str = "/events", **headers: str) -> Stream:
+    async def open(self, path: str = "/events", *, method: str = "GET", **headers: str) -> Stream:
         host, _, port = self.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        lines = [f"GET {path} HTTP/1.1", "Host: localhost"]
+        lines = [f"{method} {path} HTTP/1.1", "Host: localhost"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         writer.write("\r\n".join([*lines, "", ""]).encode())
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -103,6 +103,10 @@ class Stream:
     async def body(self) -> Any:
         length = int(self.head.split("content-length: ")[1].split("\r\n")[0])
         return json.loads(await self._reader.readexactly(length))
+
+    async def remaining(self) -> bytes:
+        """All bytes after the headers, until the server closes the connection."""
+        return await asyncio.wait_for(self._reader.read(), WITHIN_S)
 
     async def close(self) -> None:
         self._writer.close()
@@ -215,6 +219,32 @@ def test_subscribers_are_limited_and_a_closed_one_makes_room() -> None:
         assert (await served.open()).status == 200
 
     serve(client, subscribers=1)
+
+
+def test_head_gets_the_headers_and_takes_no_place() -> None:
+    async def client(served: Served) -> None:
+        for _ in range(3):
+            answer = await served.open(method="HEAD")
+            assert answer.status == 200 and "text/event-stream" in answer.head
+            assert await answer.remaining() == b""
+        assert served.publisher.readers == 0
+        assert (await served.open()).status == 200
+
+    serve(client, subscribers=1)
+
+
+@pytest.mark.parametrize(
+    "headers", [{"transfer_encoding": "chunked"}, {"content_length": "5"}], ids=str
+)
+def test_request_with_a_body_is_rejected(headers: dict[str, str]) -> None:
+    """The stream would read the body without end."""
+
+    async def client(served: Served) -> None:
+        answer = await served.open(**headers)
+        assert answer.status == 400
+        assert "has no body" in (await answer.body())["error"]
+
+    serve(client)
 
 
 def test_heartbeats_have_the_position(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,6 +385,7 @@ class Client:
 
 def scope() -> Message:
     return {
+        "method": "GET",
         "query_string": b"",
         "headers": [],
         "origin": UNKNOWN_ORIGIN,
